@@ -1,0 +1,15 @@
+"""Closed forms for the bytes, FLOPs and seconds of inference.
+
+    import costmodel, npinfer
+    config = npinfer.preset("mistral-7b")
+    costmodel.predict(config, npinfer.Precision(), "rtx-4090").floor.tpot_s
+
+Read loads and operations (counts as formulas), formulas (the public closed
+forms), profiles (GPUs), then prediction (from counts to seconds).
+"""
+
+from costmodel import formulas
+from costmodel.prediction import Prediction, predict, predict_from
+from costmodel.profiles import GPU, ProfileError, gpu, gpus
+
+__all__ = ["GPU", "Prediction", "ProfileError", "formulas", "gpu", "gpus", "predict", "predict_from"]

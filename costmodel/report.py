@@ -1,0 +1,222 @@
+"""One request, run, counted, checked and predicted: what `tools/trace.py` prints.
+
+`trace` returns plain dicts and lists, ready for JSON: schema "npinfer-trace/1".
+Nothing is formatted or scaled here.
+"""
+
+import sys
+from time import perf_counter
+
+from costmodel import formulas
+from costmodel.loads import decode_load, forward_load
+from costmodel.operations import operation_counts, sample_counts, stored_rows_bytes
+from costmodel.prediction import predict_from
+from npinfer import Ledger, Precision, generate
+from npinfer.config import whole
+from npinfer.ledger import Counts
+from npinfer.ops import BLOCK_ELEMENTS
+from npinfer.weights import layer_tensors, model_tensors
+
+SCHEMA = "npinfer-trace/1"
+MODEL_FIELDS = (
+    "name", "n_layers", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "vocab_size", "tie_embeddings",
+    "qkv_bias", "o_bias", "mlp_bias", "sliding_window", "rope_theta", "norm_eps", "max_context",
+)  # fmt: skip
+LEVEL_FIELDS = (
+    "ttft_s", "tpot_s", "latency_s", "latency_exact_s", "tokens_per_s", "prefill_bound", "decode_bound",
+)  # fmt: skip
+ROUGH_FIELDS = (
+    "eta", "n_params", "prefill_flops", "decode_flops", "prefill_flops_error", "decode_flops_error",
+    "ttft_s", "tpot_s", "tpot_compute_s", "tpot_bandwidth_s",
+)  # fmt: skip
+
+
+def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
+    """Run a request and report on it.
+
+    Parameters
+    ----------
+    model : npinfer.Transformer
+        Numeric or shape-only.
+    tokens : integer array (batch, n_prompt)
+    n_output : int
+    gpus : list of GPU
+    compute : str, optional
+        As for `predict`.
+    on_token : callable, optional
+        As for `npinfer.generate`.
+
+    Returns
+    -------
+    report : dict
+        See DESIGN of the schema in README, "JSON".
+    ledger : npinfer.Ledger
+        For details by layer or step.
+    """
+    config, precision = model.config, model.precision
+    batch, n_prompt = tokens.shape
+    times_s = []
+
+    def at_token(ids):
+        times_s.append(perf_counter())
+        if on_token is not None:
+            on_token(ids)
+
+    start_s = perf_counter()
+    with Ledger() as ledger:
+        generate(model, tokens, n_output, on_token=at_token)
+    request = {"config": config, "precision": precision, "n_prompt": n_prompt, "n_output": n_output, "batch": batch}
+    by_op = {key: counts for key, (_, counts) in ledger.by("phase", "op").items()}
+    report = {
+        "schema": SCHEMA,
+        "mode": "numeric" if model.numeric else "shape-only",
+        "model": _model(config),
+        "request": {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": 0},
+        "precision": _precision(precision),
+        "memory": _memory(config, precision, batch, n_prompt + n_output - 1),
+        "counts": _phase_counts(ledger),
+        "operations": [
+            {"phase": phase, "op": op, "calls": calls, **counts._asdict()}
+            for (phase, op), (calls, counts) in ledger.by("phase", "op").items()
+        ],
+        "closed_form": {"agrees": closed_forms(**request) == by_op},
+        "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
+        "prefix": None,
+        "session": None,
+        "measured": _measured(start_s, times_s) if model.numeric else None,
+    }
+    return report, ledger
+
+
+def whole_request(batch, n_prompt, n_output):
+    """(batch, n_prompt), the shape of the request's tokens, or an `InputError` that names the number that is wrong."""
+    whole("output tokens", n_output)
+    return whole("batch", batch), whole("prompt tokens", n_prompt)
+
+
+def numeric_memory_bytes(config, batch, n_prompt, n_output):
+    """Bytes that a numeric run holds at its peak, all arrays float32; an estimate, good to some 10 %.
+
+    Weights and the whole KV cache; beside them whichever is larger of laying
+    out the largest matrix (some copies of it) and the prefill's activations.
+    """
+    d, d_ff, n_tokens = config.d_model, config.d_ff, batch * n_prompt
+    fp32 = Precision("fp32", "fp32", "fp32")
+    weights = 4 * formulas.n_parameters(config)
+    kv = batch * (n_prompt + n_output) * formulas.kv_bytes_per_token(config, fp32)
+    largest = 4 * max(config.vocab_size * d, 2 * d * d_ff)
+    scores = min(BLOCK_ELEMENTS, batch * config.n_heads * n_prompt**2)
+    activations = 4 * (n_tokens * (4 * d + 4 * d_ff) + 2 * scores + batch * config.vocab_size)
+    return weights + kv + max(4 * largest, activations) + 60_000_000  # Python and NumPy themselves
+
+
+def n_tensors(config):
+    """How many tensors a model of this config is laid out from."""
+    return len(model_tensors(config)) + config.n_layers * len(layer_tensors(config))
+
+
+def closed_forms(config, precision, n_prompt, n_output, batch):
+    """Counts of every operation by closed form: (phase, op) -> Counts, sampling included."""
+
+    def row_bytes(n_rows):
+        return stored_rows_bytes(precision, config.d_model, n_rows)
+
+    sample = sample_counts(config, precision, batch)
+    load = forward_load(config, row_bytes, batch, 0, n_prompt)
+    by_op = {("prefill", op): counts for op, counts in operation_counts(config, precision, load).items()}
+    by_op["prefill", "sample"] = sample
+    if n_output > 1:
+        load = decode_load(config, row_bytes, batch, n_prompt, n_output - 1)
+        by_op |= {("decode", op): counts for op, counts in operation_counts(config, precision, load).items()}
+        by_op["decode", "sample"] = sample * (n_output - 1)
+    return by_op
+
+
+def by_layer(ledger):
+    """Totals of each layer and phase: a list of dicts; layer None is what lies outside the layers."""
+    totals = {}
+    for entry in ledger.entries():
+        for layer in entry.layers or (None,):
+            key = entry.phase, layer
+            totals[key] = totals.get(key, Counts()) + entry.counts
+    return [{"phase": phase, "layer": layer, **counts._asdict()} for (phase, layer), counts in totals.items()]
+
+
+def by_step(ledger):
+    """Totals of each forward: a list of dicts; step 0 is the prefill."""
+    return [
+        {"phase": phase, "step": step, **counts._asdict()}
+        for (phase, step), (_, counts) in ledger.by("phase", "forward").items()
+    ]
+
+
+def _model(config):
+    fields = {field: getattr(config, field) for field in MODEL_FIELDS}
+    return fields | {
+        "n_parameters": formulas.n_parameters(config),
+        "n_streamed_parameters": formulas.n_streamed_parameters(config),
+    }
+
+
+def _precision(precision):
+    fields = {field: str(getattr(precision, field)) for field in ("weights", "kv", "activations")}
+    mixed = precision.bits_per_weight
+    return fields if mixed is None else fields | {"bits_per_weight": mixed}
+
+
+def _memory(config, precision, batch, n_context):
+    return {
+        "weight_bytes_resident": formulas.weight_bytes(config, precision),
+        "weight_bytes_streamed": formulas.weight_bytes(config, precision, streamed=True),
+        "kv_bytes_per_token": formulas.kv_bytes_per_token(config, precision),
+        "kv_bytes": formulas.kv_bytes_held(config, precision, n_context, batch),
+    }
+
+
+def _phase_counts(ledger):
+    last = ledger.n_forwards - 1
+    return {
+        "prefill": ledger.total(phase="prefill")._asdict(),
+        "decode": ledger.total(phase="decode")._asdict(),
+        "decode_first_step": ledger.total(forward=1)._asdict() if last else None,
+        "decode_last_step": ledger.total(forward=last)._asdict() if last else None,
+    }
+
+
+def _prediction(prediction):
+    return {
+        "gpu": prediction.gpu.name,
+        "compute": prediction.compute,
+        "fits": prediction.fits,
+        "memory_bytes_needed": prediction.memory_bytes_needed,
+        "memory_bytes": prediction.gpu.memory_bytes,
+        "max_context_tokens": prediction.max_context,
+        "missing_rates": list(prediction.missing),
+        "floor_applies": prediction.floor_applies,
+        "ridge_flops_per_byte": prediction.ridge,
+        "prefill_flops_per_byte": prediction.prefill.intensity,
+        "decode_flops_per_byte": prediction.decode.intensity,
+        "floor": _fields(prediction.floor, LEVEL_FIELDS),
+        "roofline": _fields(prediction.roofline, LEVEL_FIELDS),
+        "expected": None,
+        "rough": _fields(prediction.rough, ROUGH_FIELDS),
+    }
+
+
+def _measured(start_s, times_s):
+    ttft_s, tpot_s = formulas.token_times(start_s, times_s)
+    return {"ttft_s": ttft_s, "tpot_s": tpot_s, "peak_memory_bytes": _peak_memory_bytes()}
+
+
+def _peak_memory_bytes():
+    """The most memory this process has held so far, or None where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # macOS counts bytes, Linux KiB
+
+
+def _fields(record, names):
+    return {name: getattr(record, name) for name in names}

@@ -1,0 +1,183 @@
+"""Storage formats: how many bits an element takes, and what rounding to it does.
+
+NumPy computes in float32 here whatever the format.  A format decides two
+things: how many bytes an array counts as (`Format.nbytes`), and which values
+it can hold (`rounded`, `quantised`).
+
+fp16 is IEEE 754 binary16, bf16 the upper half of binary32; which operand has
+which scales is said in the README, "What is counted".
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from npinfer.errors import ConfigError, InputError, UnknownName
+
+SCALE_BYTES = 2  # every scale is one fp16 number
+
+
+class Format(str):
+    """A storage format: its name, as a `str`, with what one needs to count its bytes.
+
+    Attributes
+    ----------
+    bits : int or float
+        Bits per element, scales not included.
+    group : int or None
+        Elements along the last axis that share one fp16 scale; 0 is a whole
+        row, None is no scales at all.
+    """
+
+    def __new__(cls, name, bits, group=None, ratio=None):
+        self = super().__new__(cls, name)
+        self.bits, self.group = bits, group
+        self._ratio = ratio or (bits, 1)  # the exact bits as numerator, denominator
+        return self
+
+    def __reduce__(self):
+        return Format, (str(self), self.bits, self.group, self._ratio)
+
+    def scales(self, shape):
+        """Number of scales that an array of `shape` is stored with."""
+        if self.group is None or not shape:
+            return 0
+        *rows, row = shape
+        n = -(-row // self.group) if self.group else 1
+        for rows_along_axis in rows:
+            n *= rows_along_axis
+        return n
+
+    def nbytes(self, shape):
+        """Stored bytes of an array of `shape`, rounded up to whole bytes, scales included."""
+        n = 1
+        for axis in shape:
+            n *= axis
+        bits, per = self._ratio
+        return -(-n * bits // (8 * per)) + SCALE_BYTES * self.scales(shape)
+
+
+FORMATS = {
+    format_: format_
+    for format_ in (
+        Format("fp32", 32),
+        Format("fp16", 16),
+        Format("bf16", 16),
+        Format("fp8", 8),
+        Format("int8", 8, group=0),
+        Format("int4", 4, group=128),
+    )
+}
+ALLOWED = {
+    "weights": ("fp32", "fp16", "bf16", "fp8", "int8", "int4"),
+    "kv": ("fp32", "fp16", "bf16", "fp8", "int8"),
+    "activations": ("fp32", "fp16", "bf16", "fp8"),
+}
+NUMERIC = {"weights": ("fp32", "fp16", "bf16", "int8"), "kv": ("fp32", "fp16", "bf16")}
+
+
+def mixed_format(bits_per_weight):
+    """The format of matrices that take `bits_per_weight` bits on average, scales included."""
+    from decimal import Decimal  # only mixed formats need exact decimals
+
+    try:
+        bits = float(bits_per_weight)
+    except (TypeError, ValueError):
+        raise ConfigError(f"bits_per_weight is {bits_per_weight!r}, expected a number such as 4.83") from None
+    if not 0 < bits <= 64:
+        raise ConfigError(f"bits_per_weight is {bits_per_weight!r}, expected more than 0 and at most 64")
+    # The name tells formats apart, so it has all the digits.
+    return Format(f"{bits_per_weight} bits", bits, ratio=Decimal(str(bits_per_weight)).as_integer_ratio())
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Storage formats of the three things that have one.
+
+    Parameters
+    ----------
+    weights : {"fp32", "fp16", "bf16", "fp8", "int8", "int4"}
+    kv : {"fp32", "fp16", "bf16", "fp8", "int8"}
+    activations : {"fp32", "fp16", "bf16", "fp8"}
+    bits_per_weight : float, optional
+        Average bits of the matrices of a mixed format, scales included; takes
+        the place of `weights` for matrices.
+
+    Raises
+    ------
+    UnknownName
+        If a format is not one of those listed.
+    ConfigError
+        If `bits_per_weight` is no number in (0, 64].
+    """
+
+    weights: Format = FORMATS["fp16"]
+    kv: Format = FORMATS["fp16"]
+    activations: Format = FORMATS["fp16"]
+    bits_per_weight: float | None = None
+
+    def __post_init__(self):
+        for field, known in ALLOWED.items():
+            name = getattr(self, field)
+            if name not in known:
+                raise UnknownName(f"{field} format", name, known)
+            object.__setattr__(self, field, FORMATS[name])
+        if self.bits_per_weight is not None:
+            mixed_format(self.bits_per_weight)
+
+    @property
+    def matrices(self):
+        """Format of projections, experts, embedding and head."""
+        return self.weights if self.bits_per_weight is None else mixed_format(self.bits_per_weight)
+
+    @property
+    def vectors(self):
+        """Format of gains and biases: 16 bits beside matrices of 8 bits or fewer."""
+        return self.weights if self.weights.bits >= 16 else FORMATS["fp16"]
+
+    def check_numeric(self):
+        """Raise `InputError` if real arrays cannot be held in these formats."""
+        if self.bits_per_weight is not None:
+            raise InputError("bits_per_weight is an average without values; leave it out or run shape-only")
+        for field, known in NUMERIC.items():
+            if getattr(self, field) not in known:
+                raise InputError(
+                    f"{field} format {str(getattr(self, field))!r} is shape-only; "
+                    f"a numeric run holds {', '.join(known)}"
+                )
+
+
+def rounded(x, format_):
+    """Values of the float32 array `x` rounded to fp32, fp16 or bf16, kept as float32.
+
+    Ties go to even.  fp32 returns `x` itself.  A value beyond fp16's largest
+    becomes infinite, as in the hardware.
+    """
+    if format_ == "fp32":
+        return x
+    if format_ == "fp16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float32)
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    upper = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+    nearest = (upper & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isnan(x), x, nearest)
+
+
+def quantised(matrix):
+    """int8 codes of a (d_out, d_in) matrix and one scale per output channel.
+
+    Symmetric rounding to [-127, 127]; the scale is max |w| / 127, rounded to
+    fp16 as it is stored, and the codes are made with that rounded scale.
+
+    Returns
+    -------
+    codes : float32 array (d_out, d_in) of whole numbers
+    scales : float32 array (d_out,)
+    """
+    scales = np.abs(matrix).max(axis=1, initial=0) / np.float32(127)
+    scales = rounded(scales.astype(np.float32), "fp16")
+    # A channel too small for an fp16 scale (or all zero) is stored as zeros.
+    divisor = np.where(scales > 0, scales, np.float32(np.inf))[:, None]
+    codes = np.clip(np.rint(matrix / divisor), np.float32(-127), np.float32(127))
+    return codes.astype(np.float32, copy=False), scales

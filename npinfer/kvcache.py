@@ -1,0 +1,195 @@
+"""The KV cache: keys and values of the tokens seen so far, in every layer.
+
+Append is the only way rows come in, and the cache says which of them a query
+may still see: all of them, or under a sliding window W the W - 1 before the
+new ones.  A row that no later query can see is not held (it may still lie in
+the buffer, but it is not counted and not given back).
+"""
+
+import numpy as np
+
+from npinfer.config import whole
+from npinfer.errors import CacheError, ShapeError
+from npinfer.formats import rounded
+
+GROWTH_ROWS = 256  # without a declared capacity, buffers grow by at least this
+
+
+class _Layer:
+    """Rows of one layer: `stop` positions were appended, buffer row 0 is position `base`."""
+
+    __slots__ = ("window", "stop", "base", "buffer")
+
+    def __init__(self, window):
+        self.window, self.stop, self.base, self.buffer = window, 0, 0, None
+
+    @property
+    def held(self):
+        """Rows that a later query can still see."""
+        return self.stop if self.window is None else min(self.stop, self.window - 1)
+
+    def write(self, k, v, shape, limit):
+        """Append rows and return views of the K and V that the new queries may see."""
+        held, n_new = self.held, k.shape[2]
+        first, stop = self.stop - held, self.stop + n_new
+        if self.buffer is None or stop - self.base > self.buffer.shape[3]:
+            self._make_room(held, n_new, shape, limit)
+        new = slice(self.stop - self.base, stop - self.base)
+        self.buffer[0, :, :, new] = k
+        self.buffer[1, :, :, new] = v
+        self.stop = stop
+        visible = self.buffer[:, :, :, first - self.base : stop - self.base]
+        return visible[0], visible[1]
+
+    def _make_room(self, held, n_new, shape, limit):
+        """Move the held rows to the front, of a larger buffer if they would fill more than half of this one."""
+        batch, n_kv_heads, head_dim = shape
+        first = self.stop - held
+        old = None if self.buffer is None else self.buffer[:, :, :, first - self.base : self.stop - self.base]
+        size = 0 if old is None else self.buffer.shape[3]
+        if held + n_new > size or (self.window is not None and 2 * held > size):
+            if limit is not None and self.window is None:
+                size = limit
+            else:  # twice a window lets W - 1 steps pass between two moves
+                size = held + n_new + max(GROWTH_ROWS, held // 2 if self.window is None else self.window)
+                size = size if limit is None else min(size, max(limit, held + n_new))
+            self.buffer = np.empty((2, batch, n_kv_heads, size, head_dim), np.float32)
+        if held:
+            self.buffer[:, :, :, :held] = old
+        self.base = first
+
+    def copy(self):
+        """A layer of the same rows that shares nothing with this one."""
+        other = _Layer(self.window)
+        other.stop, other.base = self.stop, self.stop - self.held
+        if self.buffer is not None:
+            other.buffer = self.buffer[:, :, :, other.base - self.base : self.stop - self.base].copy()
+        return other
+
+
+class KVCache:
+    """Keys and values of a batch of sequences of equal length; make one with `model.new_cache`.
+
+    Parameters
+    ----------
+    config : ModelConfig
+    format_ : Format
+        Storage format: values are rounded to it when they are appended, and
+        bytes are counted in it.  The arrays themselves are float32.
+    batch : int
+    capacity : int, optional
+        Positions it can take, windows included; buffers are made once.
+        Without it the cache grows in steps.
+    numeric : bool
+        Whether rows have values.
+
+    Attributes
+    ----------
+    length : int
+        Positions appended so far, in every layer.
+    nbytes : int
+        Stored bytes of the rows held (not of the capacity).
+    """
+
+    def __init__(self, config, format_, batch=1, capacity=None, numeric=True):
+        self.config, self.format, self.numeric = config, format_, numeric
+        self.batch = whole("batch", batch)
+        self.capacity = None if capacity is None else whole("capacity", capacity)
+        self._row_shape = (self.batch, config.n_kv_heads, config.head_dim)
+        self._layers = [_Layer(window) for window in config.windows]
+
+    @property
+    def length(self):
+        return min(layer.stop for layer in self._layers)
+
+    @property
+    def nbytes(self):
+        batch, n_kv_heads, head_dim = self._row_shape
+        row = 2 * self.format.nbytes((batch, n_kv_heads, head_dim))  # a key and a value
+        return row * sum(layer.held for layer in self._layers)
+
+    def n_visible(self, layer):
+        """Rows of `layer` that the next query sees before its own."""
+        return self._layers[layer].held
+
+    def check_room(self, n_new):
+        """Raise `CacheError` if `n_new` more positions do not fit."""
+        held = max(layer.stop for layer in self._layers)
+        if self.capacity is not None and held + n_new > self.capacity:
+            raise CacheError(
+                f"the cache holds {held} of capacity {self.capacity} positions, {n_new} more do not fit; "
+                "make one with a larger capacity, or with none to let it grow"
+            )
+
+    def append(self, layers, k, v):
+        """Write new rows at the end of a layer; this is what `ops.kv_append` does.
+
+        Parameters
+        ----------
+        layers : int or range
+            Several layers only without values.
+        k, v : array of shape (batch, n_kv_heads, n_new, head_dim)
+
+        Returns
+        -------
+        keys, values : float32 array (batch, n_kv_heads, n_visible, head_dim)
+            Views of all rows that the new queries may see, the new ones last;
+            None without values.
+
+        Raises
+        ------
+        ShapeError
+            If `k` or `v` has another shape.
+        CacheError
+            If there is no room, or no such layer; nothing is written.
+        """
+        layers = (layers,) if isinstance(layers, int) else layers
+        batch, n_kv_heads, head_dim = self._row_shape
+        expected = (batch, n_kv_heads, k.shape[2] if len(k.shape) == 4 else "n_new", head_dim)
+        if k.shape != expected or v.shape != expected:
+            raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {expected}")
+        if not 0 <= layers[0] <= layers[-1] < len(self._layers):
+            raise CacheError(f"append: no layer {layers[-1]}; the model has layers 0 to {len(self._layers) - 1}")
+        n_new = k.shape[2]
+        if self.capacity is not None and self._layers[layers[0]].stop + n_new > self.capacity:
+            self.check_room(n_new)
+        if self.numeric:
+            (layer,) = layers
+            k, v = rounded(k, self.format), rounded(v, self.format)
+            return self._layers[layer].write(k, v, self._row_shape, self.capacity)
+        for layer in layers:
+            self._layers[layer].stop += n_new
+        return None, None
+
+    def crop(self, length):
+        """Forget all positions from `length` on.
+
+        Raises
+        ------
+        CacheError
+            If `length` is more than there is, or if a window has let go of a
+            row that the position `length` would see; `crop(0)` always works.
+        """
+        length = whole("length", length, least=0)
+        if length > self.length:
+            raise CacheError(f"crop: cannot keep {length} positions of {self.length}")
+        for number, layer in enumerate(self._layers):
+            first_held, first_needed = layer.stop - layer.held, max(0, length + 1 - (layer.window or length + 1))
+            if first_needed < min(first_held, length):
+                raise CacheError(
+                    f"crop: layer {number} has a window of {layer.window} and holds positions from {first_held} on; "
+                    f"cropped to {length} it would need those from {first_needed}; crop to 0 and prefill again"
+                )
+        self.rollback(length)
+
+    def rollback(self, length):
+        """Undo appends made since the cache had `length` positions, as after a forward that failed."""
+        for layer in self._layers:
+            layer.stop = min(layer.stop, length)
+            layer.base = min(layer.base, length)
+
+    def fork(self):
+        """A cache of the same rows; neither sees what the other appends."""
+        other = KVCache(self.config, self.format, self.batch, self.capacity, self.numeric)
+        other._layers = [layer.copy() for layer in self._layers]
+        return other

@@ -1,0 +1,183 @@
+"""The transformer: the equations of a decoder, written once for both modes.
+
+`Transformer._forward` is the model.  On real arrays it computes, on arrays
+without data it only counts, and the text is the same: what runs and what is
+counted cannot differ.
+"""
+
+import numpy as np
+
+from npinfer import ops
+from npinfer.errors import CacheError, InputError
+from npinfer.formats import Precision
+from npinfer.kvcache import KVCache
+from npinfer.ledger import forward, in_layers
+from npinfer.rope import RopeTable
+from npinfer.specs import Array, last_rows, spec, view
+from npinfer.weights import build, random_source
+
+
+class Transformer:
+    """A decoder-only transformer; make one with `random`, `shape_only` or `from_checkpoint`.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    precision : Precision
+    numeric : bool
+        Whether it computes, or counts only.
+    """
+
+    def __init__(self, config, precision, source=None):
+        self.config, self.precision, self.numeric = config, precision, source is not None
+        if self.numeric:
+            precision.check_numeric()
+        self.weights = build(config, precision, source)
+        self.rope = RopeTable(config, self.numeric)
+
+    @classmethod
+    def random(cls, config, seed=0, precision=Precision()):
+        """A numeric model with normally distributed weights; the same seed gives the same model."""
+        return cls(config, precision, random_source(seed))
+
+    @classmethod
+    def shape_only(cls, config, precision=Precision()):
+        """A model whose arrays have a shape and no data: exact counts, no memory, no arithmetic."""
+        return cls(config, precision)
+
+    @classmethod
+    def from_checkpoint(cls, folder, precision=None):
+        """A numeric model from a published checkpoint.
+
+        Parameters
+        ----------
+        folder : path
+            Holds config.json and *.safetensors, sharded or not.
+        precision : Precision, optional
+            Default: the weight format that is stored, KV and activations fp32.
+
+        Raises
+        ------
+        ConfigError
+            If config.json describes a model that this package does not run.
+        CheckpointError
+            If a file is damaged, or its tensors are not those of the config.
+        """
+        from npinfer.checkpoint import read_checkpoint
+
+        config, stored, source = read_checkpoint(folder)
+        if precision is None:
+            precision = Precision(weights=stored(), kv="fp32", activations="fp32")
+        return cls(config, precision, source)
+
+    def new_cache(self, batch=1, capacity=None):
+        """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""
+        return KVCache(self.config, self.precision.kv, batch, capacity, self.numeric)
+
+    def prefill(self, tokens, cache, all_logits=False):
+        """Run new tokens of every sequence on top of what the cache holds.
+
+        Parameters
+        ----------
+        tokens : integers (B, T), or (T,) for one sequence
+            Only the new ones: positions go on from `cache.length`.  In a
+            shape-only run any integers will do.
+        cache : KVCache
+            Takes the keys and values of the new tokens.
+        all_logits : bool
+            Whether to run the head at every position.
+
+        Returns
+        -------
+        float32 array (B, vocab_size) of the last position, or (B, T, vocab_size)
+            A shape-only run returns an `Array` without data.
+
+        Raises
+        ------
+        InputError
+            If tokens are no rectangle of integers in the vocabulary.
+        CacheError
+            If the cache is another model's, of another batch, or too small.
+            After a refused call the cache is as it was.
+        """
+        return self._run("prefill", self._checked(tokens), cache, all_logits)
+
+    def decode(self, tokens, cache):
+        """Run one new token of every sequence: (B,) or (B, 1) -> logits (B, vocab_size); else as `prefill`."""
+        tokens = as_tokens(tokens)
+        tokens = self._checked(tokens.reshape(-1, 1) if tokens.ndim == 1 else tokens)
+        if tokens.shape[1] != 1:
+            raise InputError(f"decode: tokens are {tokens.shape}, expected one a sequence; prefill takes several")
+        return self._run("decode", tokens, cache, all_logits=False)
+
+    def _checked(self, tokens):
+        """Tokens as an integer array (B, T) of ids in the vocabulary, or an `InputError`."""
+        tokens = np.atleast_2d(as_tokens(tokens))
+        if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+            raise InputError(
+                f"tokens are {tokens.dtype} of shape {tokens.shape}, expected integers of shape (batch, n_new), at least one"
+            )
+        if self.numeric and not 0 <= tokens.min() <= tokens.max() < self.config.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)][0]
+            raise InputError(f"token {wrong} is not in the vocabulary, expected 0 to {self.config.vocab_size - 1}")
+        return tokens
+
+    def _run(self, phase, tokens, cache, all_logits):
+        if cache.config != self.config or cache.format != self.precision.kv or cache.numeric != self.numeric:
+            raise CacheError("the cache was made by another model; make one with this model's new_cache")
+        if cache.batch != len(tokens):
+            raise CacheError(f"the cache is for a batch of {cache.batch}, tokens are a batch of {len(tokens)}")
+        cache.check_room(tokens.shape[1])
+        n_cached = cache.length
+        with forward(phase):
+            try:
+                logits = self._forward(tokens, cache, all_logits)
+            except BaseException:
+                cache.rollback(n_cached)
+                raise
+        if all_logits:
+            logits = view(logits, (*tokens.shape, self.config.vocab_size))
+        return logits.data if self.numeric else logits
+
+    def _forward(self, tokens, cache, all_logits):
+        """Logits `Array` of the last position of each sequence, or of all N = B*T positions."""
+        config, weights = self.config, self.weights
+        batch, n_new = tokens.shape
+        norm = {"eps": config.norm_eps}
+        rotation = self.rope.rotation(cache.length, n_new)
+
+        x = ops.embed(Array(self._token_spec(tokens), tokens if self.numeric else None), weights.embedding)
+        for layers, window, w in weights.layers:
+            in_layers(layers)
+            h = ops.rms_norm(x, w.attn_norm, **norm)
+            q, k, v = [self._heads(part, batch, n_new) for part in ops.linear(h, w.qkv)]
+            q, k = ops.rope(q, rotation), ops.rope(k, rotation)
+            keys, values = ops.kv_append(cache, layers, k, v)
+            a = ops.attention(q, keys, values, scale=config.head_dim**-0.5, window=window)
+            x = ops.residual(x, ops.linear(a, w.o_proj), op="attn_residual")
+
+            h = ops.rms_norm(x, w.mlp_norm, **norm)
+            gate, up = ops.linear(h, w.gate_up)
+            x = ops.residual(x, ops.linear(ops.swiglu(gate, up), w.down_proj), op="mlp_residual")
+        in_layers(None)
+
+        if not all_logits:
+            x = last_rows(x, batch)
+        return ops.linear(ops.rms_norm(x, weights.final_norm, **norm), weights.lm_head)
+
+    def _token_spec(self, tokens):
+        # Token ids are never counted; their format is that of the activations they become.
+        return spec(tokens.shape, self.precision.activations, "token")
+
+    def _heads(self, x, batch, n_new):
+        """(N, n_heads * head_dim) -> (B, n_heads, T, head_dim)"""
+        head_dim = self.config.head_dim
+        return view(x, (batch, n_new, x.shape[1] // head_dim, head_dim), axes=(0, 2, 1, 3))
+
+
+def as_tokens(tokens):
+    """Token ids as an array, or an `InputError` if sequences differ in length."""
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        raise InputError("tokens are ragged: every sequence of a batch needs the same number of them") from None

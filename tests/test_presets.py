@@ -1,0 +1,262 @@
+"""Shapes of published models against their published totals, and what a config or a precision refuses."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import costmodel
+from costmodel.formulas import n_parameters, n_streamed_parameters
+from npinfer import ConfigError, ModelConfig, Precision, RopeScaling, UnknownName, preset, presets
+from npinfer.config import PRESETS
+from npinfer.tables import read_table, table_names
+from npinfer.weights import layer_tensors, model_tensors
+from strategies import T1, configs
+
+# Published totals; sources in presets.toml.
+N_PARAMETERS = {
+    "mistral-7b": 7_241_732_096,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "codellama-34b": 33_743_970_304,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.3-70b": 70_553_706_496,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "tinyllama-1.1b": 1_100_048_384,
+    "openllama-3b": 3_426_473_600,
+    "yi-34b": 34_388_917_248,
+    "mistral-small-3.1-24b": 23_572_403_200,
+}
+DATA_FILES = [Path(PRESETS), Path(costmodel.__file__).with_name("gpus.toml")]
+SIZES = ("n_layers", "d_model", "n_heads", "d_ff", "vocab_size", "n_kv_heads", "head_dim", "sliding_window", "max_context")
+
+
+def changed(**fields):
+    return replace(T1, **fields)
+
+
+# ---- presets
+
+
+@pytest.mark.parametrize("name", presets())
+def test_parameters_equal_the_published_total(name):
+    config = preset(name)
+    assert config.name == name
+    assert n_parameters(config) == N_PARAMETERS[name]
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.d_model
+    assert n_streamed_parameters(config) == N_PARAMETERS[name] - embedding
+
+
+def test_every_published_total_has_its_preset():
+    assert set(N_PARAMETERS) == set(presets())
+
+
+@given(configs())
+def test_parameters_are_the_elements_of_the_tensors(config):
+    def n_elements(shapes):
+        return sum(int(np.prod(shape)) for shape in shapes.values())
+
+    assert n_parameters(config) == n_elements(model_tensors(config)) + config.n_layers * n_elements(layer_tensors(config))
+
+
+def test_settings_that_counts_do_not_show():
+    llama = preset("llama-3.1-8b")
+    assert llama.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert (llama.rope_theta, llama.norm_eps, llama.max_context) == (500000.0, 1e-5, 131072)
+    assert preset("mistral-7b").sliding_window is None
+    assert preset("mistral-7b-v0.1").windows == (4096,) * 32
+    assert list(preset("mistral-7b-v0.1").runs()) == [(range(32), 4096)]
+    assert preset("llama-3.2-1b").tie_embeddings
+
+
+@pytest.mark.parametrize("error", [KeyError, ValueError, UnknownName])
+def test_an_unknown_preset_lists_the_known_ones(error):
+    with pytest.raises(error) as caught:
+        preset("llama-2-7B")
+    assert str(caught.value) == f"no model 'llama-2-7B'; known: {', '.join(N_PARAMETERS)}"
+    assert caught.value.known == presets()
+
+
+@pytest.mark.parametrize("path", DATA_FILES, ids=lambda path: path.name)
+def test_a_table_cut_out_of_its_file_equals_a_full_parse(path):
+    parsed = tomllib.loads(path.read_text(encoding="utf-8"))
+    assert table_names(path) == list(parsed)
+    for name, table in parsed.items():
+        assert read_table(path, name, "thing") == table
+        assert table["source"]
+
+
+# ---- resized
+
+
+def test_resized_keeps_the_ratio_of_d_ff_and_divides_the_heads():
+    mistral = preset("mistral-7b")
+    half = mistral.resized(d_model=2048)
+    assert (half.d_ff, half.head_dim, half.n_heads) == (7168, 64, 32)
+    assert mistral.resized(d_model=2048, d_ff=5000).d_ff == 5000
+    assert mistral.resized(d_model=2048, head_dim=128).head_dim == 128
+    assert mistral.resized(n_heads=16).head_dim == 256
+    assert mistral.resized(n_heads=16, d_model=2048).head_dim == 128
+    assert mistral.resized(n_heads=16).d_ff == mistral.d_ff
+    others = dict(n_layers=2, n_kv_heads=4, d_ff=100, vocab_size=50)
+    assert mistral.resized(**others) == replace(mistral, **others)
+    assert mistral.resized(d_ff=100).head_dim == 128
+    # A model whose head_dim is not d_model / n_heads keeps it until one of the two is given.
+    assert T1.resized(d_ff=30).head_dim == 4
+    assert changed(head_dim=6).resized(n_layers=1).head_dim == 6
+    assert changed(head_dim=6).resized(n_heads=2).head_dim == 8
+
+
+def test_resized_says_in_the_name_what_is_not_the_models_own():
+    mistral = preset("mistral-7b")
+    assert mistral.resized(n_layers=32).name == "mistral-7b"
+    assert mistral.resized(n_layers=2, n_kv_heads=8, vocab_size=99).name == "mistral-7b n_layers=2 vocab_size=99"
+    assert mistral.resized() == mistral
+
+
+@pytest.mark.parametrize("sizes, match", [
+    (dict(d_model=4097), r"d_ff keeps its ratio 14336/4096 to d_model, which is not whole at d_model 4097; give d_ff \(--d-ff\)"),
+    (dict(d_model=4096 + 2048, n_heads=40, n_kv_heads=8), r"d_model 6144 is not a multiple of n_heads 40; give head_dim \(--head-dim\)"),
+    (dict(n_heads=24), r"d_model 4096 is not a multiple of n_heads 24; give head_dim"),
+    (dict(n_heads=4096), "head_dim is 1, expected an even number"),
+    (dict(n_kv_heads=5), r"n_heads is 32, expected a multiple of n_kv_heads 5.*\(--kv-heads\)"),
+    (dict(n_layers=0), "n_layers is 0, expected from 1 to"),
+    (dict(d_model=-4096), "d_model is -4096"),
+    (dict(d_model=2.5), r"d_model is 2\.5, expected a whole number"),
+    (dict(vocab_size=2**31 + 1), r"vocab_size is 2147483649, expected from 1 to 2\*\*31"),
+])
+def test_resized_refuses(sizes, match):
+    with pytest.raises(ConfigError, match=match):
+        preset("mistral-7b").resized(**sizes)
+
+
+# ---- what a config refuses
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value, expected", [
+    (-1, r"from 1 to 2\*\*"), (0, r"from 1 to 2\*\*"), (2**31 + 1, r"from 1 to 2\*\*"),
+    (True, "a whole number"), (4.0, "a whole number"), ("4", "a whole number"), (float("nan"), "a whole number"),
+])
+def test_a_size_is_a_whole_number_within_bounds(name, value, expected):
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}, expected {expected}"):
+        changed(**{name: value})
+
+
+@pytest.mark.parametrize("fields, match", [
+    (dict(n_kv_heads=3), "n_heads is 4, expected a multiple of n_kv_heads 3"),
+    (dict(n_kv_heads=8), "n_heads is 4, expected a multiple of n_kv_heads 8"),
+    (dict(head_dim=5), "head_dim is 5, expected an even number"),
+    (dict(head_dim=None, d_model=18), "d_model 18 is not a multiple of n_heads 4; give head_dim"),
+    (dict(head_dim=None, d_model=12), "head_dim is 3, expected an even number"),
+    (dict(tie_embeddings=1), "tie_embeddings is 1, expected true or false"),
+    (dict(qkv_bias="yes"), "qkv_bias is 'yes', expected true or false"),
+    (dict(o_bias=None), "o_bias is None"),
+    (dict(mlp_bias=0), "mlp_bias is 0"),
+    (dict(rope_theta=0), "rope_theta is 0, expected a positive number"),
+    (dict(rope_theta=float("inf")), "rope_theta is inf"),
+    (dict(norm_eps=-1e-5), "norm_eps is -1e-05"),
+    (dict(norm_eps=True), "norm_eps is True"),
+    (dict(norm_eps="1e-5"), "norm_eps is '1e-5'"),
+])
+def test_a_config_that_contradicts_itself_is_refused(fields, match):
+    with pytest.raises(ConfigError, match=match):
+        changed(**fields)
+
+
+@pytest.mark.parametrize("numbers, match", [
+    ((0, 1, 4, 8192), "rope_scaling factor is 0"),
+    ((8, 1, 4, -1), "rope_scaling original_max_context is -1"),
+    ((8, 4, 4, 8192), "low_freq_factor is 4, expected below high_freq_factor 4"),
+    ((8, "1", 4, 8192), "rope_scaling low_freq_factor is '1'"),
+])
+def test_a_rope_scaling_that_makes_no_sense_is_refused(numbers, match):
+    with pytest.raises(ConfigError, match=match):
+        RopeScaling(*numbers)
+
+
+def test_defaults_follow_from_what_is_given():
+    config = ModelConfig(n_layers=2, d_model=64, n_heads=4, d_ff=128, vocab_size=256)
+    assert (config.n_kv_heads, config.head_dim, config.sliding_window) == (4, 16, None)
+    assert config == replace(config, name="another")  # a name is no part of the shape
+    assert hash(config) == hash(replace(config, name="another"))
+    assert type(changed(n_layers=np.int64(2)).n_layers) is int
+    assert changed(n_layers=2**16).n_layers == 2**16
+    assert ModelConfig(1, 2**31, 2**30, 1, 2**31, head_dim=2).d_model == 2**31
+
+
+def test_a_config_serves_as_a_key_whatever_its_tokens_came_in():
+    """A list of ids, as config.json has it, must not break the memo of the closed forms."""
+    config = changed(eos_token_ids=[1, 2])
+    assert config == changed(eos_token_ids=(1, 2))
+    assert hash(config) == hash(changed(eos_token_ids=(1, 2)))
+
+
+# ---- precisions
+
+
+@pytest.mark.parametrize("field, name, known", [
+    ("weights", "fp64", "fp32, fp16, bf16, fp8, int8, int4"),
+    ("weights", "FP16", "fp32, fp16, bf16, fp8, int8, int4"),
+    ("weights", None, "fp32, fp16, bf16, fp8, int8, int4"),
+    ("kv", "int4", "fp32, fp16, bf16, fp8, int8"),
+    ("activations", "int8", "fp32, fp16, bf16, fp8"),
+    ("activations", "int4", "fp32, fp16, bf16, fp8"),
+])
+def test_an_unknown_format_is_refused_by_name(field, name, known):
+    for error in (UnknownName, KeyError, ValueError):
+        with pytest.raises(error) as caught:
+            Precision(**{field: name})
+        assert str(caught.value) == f"no {field} format {name!r}; known: {known}"
+
+
+@pytest.mark.parametrize("bits", [0, -4, 64.1, float("nan"), float("inf"), "four", [4]])
+def test_bits_per_weight_is_a_number_of_bits(bits):
+    with pytest.raises(ConfigError, match="bits_per_weight is .*, expected"):
+        Precision(bits_per_weight=bits)
+
+
+@pytest.mark.parametrize("weights, vectors", [
+    ("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("fp8", "fp16"), ("int8", "fp16"), ("int4", "fp16"),
+])
+def test_gains_and_biases_stay_at_16_bits_or_more(weights, vectors):
+    assert Precision(weights=weights).vectors == vectors
+    assert Precision(weights=weights).matrices == weights
+
+
+@pytest.mark.parametrize("weights, shape, nbytes", [
+    ("fp32", (3, 5), 60), ("bf16", (3, 5), 30), ("fp8", (3, 5), 15),
+    ("int8", (3, 5), 15 + 3 * 2),
+    ("int4", (3, 5), 8 + 3 * 2),  # 60 bits, and one group of 128 for each output
+    ("int4", (2, 257), 257 + 2 * 3 * 2),  # two whole groups and a short one
+    ("int4", (2, 256), 256 + 2 * 2 * 2),
+])
+def test_stored_bytes_of_a_matrix(weights, shape, nbytes):
+    assert Precision(weights=weights).matrices.nbytes(shape) == nbytes
+    assert costmodel.operations.stored_matrix_bytes(Precision(weights=weights), *shape) == nbytes
+
+
+@pytest.mark.parametrize("bits, n, nbytes", [(4.83, 100, 61), (8, 3, 3), (0.5, 3, 1), (2.3, 1000, 288), (4.1, 80, 41)])
+def test_stored_bytes_of_mixed_formats_are_rounded_up_exactly(bits, n, nbytes):
+    # 4.83 * 100 / 8 = 60.375; 2.3 * 1000 / 8 = 287.5; 4.1 * 80 / 8 = 41, which floats would make more of
+    assert Precision(bits_per_weight=bits).matrices.nbytes((1, n)) == nbytes
+    assert costmodel.operations.stored_matrix_bytes(Precision(bits_per_weight=bits), 1, n) == nbytes
