@@ -1,0 +1,315 @@
+"""Checkpoints whose tensors and config.json do not fit each other: what is refused, with which words, and what is not.
+
+Faults of a single safetensors file are in test_safetensors.py, translation of config.json is in test_hf.py.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import pytest
+
+import npinfer
+from npinfer import CheckpointError, ConfigError, InputError, Precision, Transformer, UnknownName
+from npinfer.safetensors import open_folder
+from test_safetensors import INDEX, STORED, encode, write
+
+GOLDEN = Path(__file__).parent / "golden"
+DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+FP32 = Precision("fp32", "fp32", "fp32")
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A function that copies a golden case, with changes to its tensors and config.json, and gives the folder.
+
+    `change` is called with the dict {name: (dtype, array)} of all tensors and may alter it; other keywords are
+    keys of config.json, None taking a key away.
+    """
+
+    def make(case="llama-gqa", change=None, **keys):
+        folder = tmp_path / case
+        shutil.copytree(GOLDEN / case, folder)
+        config = json.loads((folder / "config.json").read_text()) | keys
+        config = {key: value for key, value in config.items() if value is not None or key not in keys}
+        (folder / "config.json").write_text(json.dumps(config))
+        if change:
+            tensors = tensors_of(folder)
+            change(tensors)
+            for path in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
+                path.unlink()
+            write(folder, model=encode(tensors))
+        return folder
+
+    return make
+
+
+def tensors_of(folder):
+    opened = open_folder(folder)
+    return {name: (DTYPES[opened.dtype(name)], opened.read(name).copy()) for name in opened.names()}
+
+
+def stored_as(dtype, *names):
+    """A change that stores these tensors, which are F32, in another format; all of them if none is named."""
+
+    def change(tensors):
+        for name in names or list(tensors):
+            array = tensors[name][1]
+            upper_half = array.view(np.uint32) >> np.uint32(16)
+            tensors[name] = dtype, upper_half if dtype == "BF16" else array.astype(STORED[dtype])
+
+    return change
+
+
+def logits(folder, precision=None):
+    """Of the case's own prompt, at the last position."""
+    model = Transformer.from_checkpoint(folder, precision=precision)
+    with np.load(GOLDEN / folder.name / "expected.npz") as expected:
+        tokens = expected["tokens"]
+    return model.prefill(tokens, model.new_cache(len(tokens)))
+
+
+def refused(folder, match, error=CheckpointError, **options):
+    """The message that the checkpoint is refused with, one line that begins with its path."""
+    with pytest.raises(error, match=match) as caught:
+        Transformer.from_checkpoint(folder, **options)
+    message = str(caught.value)
+    assert message.startswith(str(folder))
+    assert "\n" not in message
+    return message
+
+
+def test_a_copy_runs_like_the_original(checkpoint):
+    folder = checkpoint(change=lambda tensors: None)
+    assert logits(folder).tolist() == logits(GOLDEN / "llama-gqa").tolist()
+
+
+# ---- tensors that are not those of the config
+
+
+def test_a_missing_tensor_is_named(checkpoint):
+    message = refused(checkpoint(change=lambda tensors: tensors.pop(Q_PROJ)), "1 tensors of the config are missing")
+    assert repr(Q_PROJ) in message
+    assert "check that config.json and weights belong together" in message
+
+
+@pytest.mark.parametrize("name", [HEAD, EMBED, "model.norm.weight", "model.layers.0.input_layernorm.weight"])
+def test_no_tensor_can_be_left_out(checkpoint, name):
+    refused(checkpoint(change=lambda tensors: tensors.pop(name)), f"missing, first '{name}'")
+
+
+def test_an_extra_tensor_is_named(checkpoint):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.q_norm.weight"] = "F32", np.ones(8, np.float32)
+
+    message = refused(checkpoint(change=add), r"1 tensors have no place in the config, first '.*\.q_norm\.weight'")
+    assert "check config.json" in message
+
+
+def test_biases_that_the_config_does_not_have(checkpoint):
+    refused(checkpoint("llama-mqa-bias", attention_bias=False), r"8 tensors have no place.*self_attn\.k_proj\.bias")
+
+
+def test_biases_that_the_weights_do_not_have(checkpoint):
+    refused(checkpoint(mlp_bias=True), r"6 tensors of the config are missing, first .*mlp\.down_proj\.bias")
+
+
+def test_a_layer_too_few_in_the_config(checkpoint):
+    refused(checkpoint(num_hidden_layers=1), r"9 tensors have no place in the config.*model\.layers\.1\.")
+
+
+def test_a_layer_too_many_in_the_config(checkpoint):
+    refused(checkpoint(num_hidden_layers=3), r"9 tensors of the config are missing, first 'model\.layers\.2\.")
+
+
+def test_a_tensor_of_another_shape(checkpoint):
+    def transpose(tensors):
+        dtype, array = tensors["model.layers.0.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.weight"] = dtype, array.T
+
+    message = refused(checkpoint(change=transpose), r"model\.layers\.0\.mlp\.up_proj\.weight is \(32, 80\)")
+    assert "expected (80, 32) by config.json" in message
+
+
+@pytest.mark.parametrize(
+    "keys, match",
+    [
+        ({"hidden_size": 64}, r"embed_tokens\.weight is \(101, 32\), expected \(101, 64\)"),
+        ({"vocab_size": 102}, r"embed_tokens\.weight is \(101, 32\), expected \(102, 32\)"),
+        ({"intermediate_size": 81}, r"gate_proj\.weight is \(80, 32\), expected \(81, 32\)"),
+        ({"num_key_value_heads": 4}, r"k_proj\.weight is \(16, 32\), expected \(32, 32\)"),
+        ({"num_key_value_heads": 1}, r"k_proj\.weight is \(16, 32\), expected \(8, 32\)"),
+        ({"head_dim": 16}, r"q_proj\.weight is \(32, 32\), expected \(64, 32\)"),
+    ],
+)
+def test_a_size_of_the_config_that_the_tensors_contradict(checkpoint, keys, match):
+    refused(checkpoint(**keys), match)
+
+
+def test_a_vector_in_place_of_a_matrix_is_no_broadcast(checkpoint):
+    def flatten(tensors):
+        tensors["model.norm.weight"] = "F32", np.ones((1, 32), np.float32)
+
+    refused(checkpoint(change=flatten), r"model\.norm\.weight is \(1, 32\), expected \(32,\)")
+
+
+@pytest.mark.parametrize("n_layers", [10_000, 65_536])
+def test_more_layers_than_tensors_is_refused_at_once(checkpoint, n_layers):
+    folder = checkpoint(num_hidden_layers=n_layers)
+    start = perf_counter()
+    message = refused(folder, f"config.json has {n_layers} layers but only 21 tensors are stored")
+    assert perf_counter() - start < 1
+    assert "do they belong together" in message
+
+
+def test_absurdly_many_layers_are_no_model(checkpoint):
+    refused(checkpoint(num_hidden_layers=10**11), "n_layers is 100000000000, expected from 1 to", ConfigError)
+
+
+def test_tensors_of_a_dtype_that_is_not_run(checkpoint):
+    def change(tensors):
+        tensors[Q_PROJ] = "I64", tensors[Q_PROJ][1]
+
+    refused(checkpoint(change=change), f"{Q_PROJ}.*I64")
+
+
+# ---- what is accepted although nothing asks for it
+
+
+def test_stored_rotary_frequencies_are_ignored(checkpoint):
+    def add(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = "F32", np.full(4, 9.0, np.float32)
+        tensors["model.rotary_emb.inv_freq"] = "I64", np.arange(4)
+
+    folder = checkpoint(change=add)
+    assert logits(folder).tolist() == logits(GOLDEN / "llama-gqa").tolist()
+    model = Transformer.from_checkpoint(folder)
+    assert model.precision == FP32
+
+
+def test_a_tied_head_may_be_stored_twice(checkpoint):
+    def twice(tensors):
+        tensors[HEAD] = tensors[EMBED]
+
+    folder = checkpoint("llama-mha-tied", twice)
+    assert logits(folder).tolist() == logits(GOLDEN / "llama-mha-tied").tolist()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda embedding: np.nextafter(embedding, 1, dtype=np.float32),  # one bit
+        lambda embedding: embedding[:-1],
+        lambda embedding: embedding.T,
+    ],
+)
+def test_a_tied_head_that_differs_is_refused(checkpoint, head):
+    def differ(tensors):
+        tensors[HEAD] = "F32", head(tensors[EMBED][1])
+
+    refused(checkpoint("llama-mha-tied", differ), "lm_head.weight differs.*set tie_word_embeddings to false")
+
+
+def test_untied_as_the_message_says_it_runs(checkpoint):
+    """What the refusal of a differing head tells the user to do."""
+
+    def negate(tensors):
+        tensors[HEAD] = "F32", -tensors[EMBED][1]
+
+    folder = checkpoint("llama-mha-tied", negate, tie_word_embeddings=False)
+    assert logits(folder).tolist() == (-logits(GOLDEN / "llama-mha-tied")).tolist()
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("dtype, weights", [("F16", "fp16"), ("BF16", "bf16"), ("F32", "fp32")])
+def test_the_stored_format_is_that_of_the_matrices(checkpoint, dtype, weights):
+    matrices = [name for name, (_, array) in tensors_of(GOLDEN / "llama-gqa").items() if array.ndim == 2]
+    model = Transformer.from_checkpoint(checkpoint(change=stored_as(dtype, *matrices)))  # gains stay F32
+    assert model.precision == Precision(weights=weights, kv="fp32", activations="fp32")
+
+
+def test_a_mixture_of_formats_needs_a_precision(checkpoint):
+    folder = checkpoint(change=stored_as("F16", Q_PROJ))
+    message = refused(folder, "matrices are stored in fp16, fp32; say which format to hold them in")
+    assert "precision=npinfer.Precision(...)" in message
+    assert "--weights" in message
+    assert Transformer.from_checkpoint(folder, precision=FP32).precision == FP32
+    np.testing.assert_allclose(logits(folder, FP32), logits(GOLDEN / "llama-gqa"), atol=5e-3)
+
+
+def test_a_mixture_is_rounded_to_the_format_that_is_asked_for(checkpoint):
+    mixed, half = checkpoint(change=stored_as("F16", Q_PROJ)), Precision("fp16", "fp32", "fp32")
+    assert logits(mixed, half).tolist() == logits(GOLDEN / "llama-gqa", half).tolist()
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_formats_without_values_are_refused(checkpoint, weights):
+    with pytest.raises(InputError, match=f"weights format '{weights}' is shape-only"):
+        Transformer.from_checkpoint(checkpoint(), precision=Precision(weights=weights))
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(UnknownName, match="no weights format 'fp17'; known: fp32, fp16"):
+        Precision(weights="fp17")
+
+
+# ---- files
+
+
+def test_a_folder_without_a_config(checkpoint):
+    folder = checkpoint()
+    (folder / "config.json").unlink()
+    refused(folder, "config.json: cannot be read .*expected a config.json or the folder that holds one", ConfigError)
+
+
+def test_a_config_that_is_no_json(checkpoint):
+    folder = checkpoint()
+    (folder / "config.json").write_text('{"model_type": "llama",')
+    refused(folder, "config.json: is not JSON", ConfigError)
+
+
+def test_a_folder_without_weights(checkpoint):
+    folder = checkpoint()
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"no \*\.safetensors")
+
+
+@pytest.mark.parametrize("n_kept", [0, 7, 1000, -1])
+def test_truncated_weights(checkpoint, n_kept):
+    folder = checkpoint()
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:n_kept])
+    refused(folder, r"model\.safetensors.*download it")
+
+
+def test_a_missing_shard(checkpoint):
+    folder = checkpoint("llama-bf16-sharded")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    refused(folder, r"model-00002-of-00002\.safetensors")
+
+
+def test_a_missing_index(checkpoint):
+    folder = checkpoint("llama-bf16-sharded")
+    (folder / INDEX).unlink()
+    refused(folder, "download the index too")
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    refused(tmp_path / "nothing", "cannot be read", ConfigError)
+
+
+def test_an_unsupported_family_is_refused_before_its_weights_are_looked_at(checkpoint):
+    folder = checkpoint(model_type="gpt_neox", architectures=None)
+    (folder / "model.safetensors").write_bytes(b"")
+    refused(folder, "model_type is 'gpt_neox', which is not supported; supported: llama, mistral", ConfigError)
+
+
+def test_a_text_path_will_do(checkpoint):
+    model = npinfer.Transformer.from_checkpoint(str(checkpoint()))
+    assert model.config.name == "llama-gqa"
