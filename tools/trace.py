@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Run a request through a model, count every byte and FLOP, and predict its time on a GPU.
+
+    python tools/trace.py --layers 32 --kv-heads 8
+    python tools/trace.py --model llama-3-8b --gpu h100-sxm --gpu a100-sxm-80gb --weights int8
+    python tools/trace.py --checkpoint DIR --numeric --prompt-tokens 32 --output-tokens 16
+"""
+
+import sys
+
+import numpy as np
+from common import Parser, Progress, available_memory_bytes, run, write
+from trace_text import as_text
+
+import costmodel
+import npinfer
+from costmodel import report
+from npinfer.config import whole
+from npinfer.generate import no_tokens
+from npinfer.weights import random_source
+
+DIMENSIONS = {
+    "--layers": "n_layers",
+    "--d-model": "d_model",
+    "--heads": "n_heads",
+    "--kv-heads": "n_kv_heads",
+    "--head-dim": "head_dim",
+    "--d-ff": "d_ff",
+    "--vocab": "vocab_size",
+}
+MAX_OUTPUT_TOKENS = 2**17  # a shape-only step still takes some 50 us
+
+
+def parser():
+    parser = Parser(prog="trace.py", description=__doc__)
+    where = parser.add_argument_group("model").add_mutually_exclusive_group()
+    where.add_argument("--model", metavar="NAME", default="mistral-7b", help="a known shape (default mistral-7b), see --list-models")
+    where.add_argument("--config", metavar="FILE", help="the shape of a published config.json")
+    where.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and *.safetensors")
+    shape = parser.add_argument_group("single dimensions, in place of the model's")
+    for flag in DIMENSIONS:
+        shape.add_argument(flag, type=int, metavar="N")
+    request = parser.add_argument_group("request")
+    request.add_argument("--prompt-tokens", type=int, default=1000, metavar="N", help="of each sequence (default 1000)")
+    request.add_argument("--output-tokens", type=int, default=100, metavar="N", help="of each sequence (default 100)")
+    request.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    formats = parser.add_argument_group("storage formats (default fp16; a checkpoint's own, with fp32 KV and activations)")
+    formats.add_argument("--weights", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8 int4")
+    formats.add_argument("--kv", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8")
+    formats.add_argument("--activations", metavar="FORMAT", help="fp32 fp16 bf16 fp8")
+    formats.add_argument("--bits-per-weight", type=float, metavar="X", help="average bits of mixed formats, scales included")
+    device = parser.add_argument_group("device")
+    device.add_argument("--gpu", action="append", metavar="NAME|FILE.toml", help="may be repeated (default rtx-4090), see --list-gpus")
+    device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the activations')")
+    mode = parser.add_argument_group("run and output")
+    mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure")
+    mode.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights and tokens of a numeric run (default 0)")
+    mode.add_argument("--detail", choices=("phase", "op", "layer", "step"), default="phase", help="rows of the counts (default phase)")
+    mode.add_argument("--format", choices=("table", "json"), default="table")
+    mode.add_argument("--output", metavar="FILE", help="write there instead of printing")
+    mode.add_argument("--list-gpus", action="store_true")
+    mode.add_argument("--list-models", action="store_true")
+    mode.add_argument("--version", action="store_true")
+    return parser
+
+
+def main(argv):
+    args = parser().parse_args(argv)
+    if args.version or args.list_gpus or args.list_models:
+        names = [version()] if args.version else costmodel.gpus() if args.list_gpus else npinfer.presets()
+        return write("\n".join(names), args.output)
+    if args.output_tokens > MAX_OUTPUT_TOKENS:
+        raise npinfer.InputError(
+            f"--output-tokens is {args.output_tokens}, expected at most {MAX_OUTPUT_TOKENS} steps of a run; "
+            "costmodel.predict takes any number"
+        )
+    size = report.whole_request(args.batch, args.prompt_tokens, args.output_tokens)
+    seed = whole("--seed", args.seed, least=0)
+    gpus = [costmodel.gpu(name) for name in args.gpu or ["rtx-4090"]]
+    model = make_model(args, seed)
+    tokens = no_tokens(size)
+    if args.numeric:
+        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
+    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, Progress("token", args.output_tokens))
+    if args.detail == "layer":
+        result["layers"] = report.by_layer(ledger)
+    if args.detail == "step":
+        result["steps"] = report.by_step(ledger)
+    if args.format == "json":
+        import json
+
+        return write(json.dumps(result, indent=1), args.output)
+    write(as_text(result, args.detail), args.output)
+
+
+def version():
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"npinfer {version('npinfer')}"
+    except PackageNotFoundError:
+        raise npinfer.InputError("npinfer is not installed, so it has no version; pip install .") from None
+
+
+def make_model(args, seed):
+    """The model that the flags describe, numeric or shape-only; refuses a numeric one that does not fit."""
+    sizes = {name: getattr(args, flag[2:].replace("-", "_")) for flag, name in DIMENSIONS.items()}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    formats = {name: getattr(args, name) for name in ("weights", "kv", "activations", "bits_per_weight")}
+    formats = {name: format_ for name, format_ in formats.items() if format_ is not None}
+    source = None
+    if args.checkpoint:
+        from npinfer.checkpoint import read_checkpoint
+
+        config, stored, source = read_checkpoint(args.checkpoint)
+        formats = {"kv": "fp32", "activations": "fp32", **formats}
+        if "weights" not in formats:
+            formats["weights"] = stored()
+        if args.numeric and sizes:
+            raise npinfer.InputError("a numeric run of a checkpoint has the checkpoint's shape; leave out the dimensions")
+    elif args.config:
+        config = npinfer.ModelConfig.from_hf(args.config)
+    else:
+        config = npinfer.preset(args.model)
+    config = config.resized(**sizes)
+    precision = npinfer.Precision(**formats)
+    if not args.numeric:
+        return npinfer.Transformer.shape_only(config, precision)
+    precision.check_numeric()
+    check_memory(config, args)
+    source = source or random_source(seed)
+    progress = Progress("weights", report.n_tensors(config))
+
+    def counted(*tensor):
+        progress()
+        return source(*tensor)
+
+    return npinfer.Transformer(config, precision, counted)
+
+
+def check_memory(config, args):
+    """Say what memory a numeric run needs, and refuse one that does not fit."""
+    needed = report.numeric_memory_bytes(config, args.batch, args.prompt_tokens, args.output_tokens)
+    available = available_memory_bytes()
+    if available is not None and needed > available:
+        raise npinfer.InputError(
+            f"a numeric run needs about {needed / 1e9:.2f} GB of memory and {available / 1e9:.2f} GB is available; "
+            "leave out --numeric for exact counts without arrays, or make the model smaller (--layers, --d-model)"
+        )
+    print(f"numeric run: needs about {needed / 1e9:.2f} GB of memory", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,141 @@
+"""The report of a trace as text for a person; numbers are scaled here and nowhere else."""
+
+from common import scaled, seconds, table
+
+LEVELS = ("floor", "roofline", "expected")
+COUNTS = {
+    "matmul_flops": "matmul",
+    "masked_flops": "masked of it",
+    "elementwise_flops": "elementwise",
+    "weight_bytes_read": "weights read",
+    "kv_bytes_read": "KV read",
+    "kv_bytes_written": "KV written",
+    "activation_bytes_read": "act. read",
+    "activation_bytes_written": "act. written",
+    "score_bytes_read": "scores read",
+    "score_bytes_written": "scores written",
+}
+
+
+def as_text(result, detail):
+    """The report of `costmodel.report.trace` as aligned text."""
+    parts = [headline(result), table(*counts(result, detail)), table(*predictions(result))]
+    parts += notes(result)
+    return "\n\n".join(parts)
+
+
+def headline(result):
+    model, request, precision, memory = (result[key] for key in ("model", "request", "precision", "memory"))
+    window = f", window {model['sliding_window']}" if model["sliding_window"] else ""
+    mixed = f" (matrices {precision['bits_per_weight']:g} bits)" if "bits_per_weight" in precision else ""
+    lines = [
+        f"{model['name']} ({result['mode']}): {model['n_layers']} layers, d_model {model['d_model']}, "
+        f"{model['n_heads']} heads, {model['n_kv_heads']} KV heads of {model['head_dim']}, d_ff {model['d_ff']}, "
+        f"vocab {model['vocab_size']}{window}",
+        f"prompt {request['prompt_tokens']}, output {request['output_tokens']}, batch {request['batch']}; "
+        f"weights {precision['weights']}{mixed}, KV {precision['kv']}, activations {precision['activations']}",
+    ]
+    context = request["prompt_tokens"] + request["output_tokens"]
+    if model["max_context"] and context > model["max_context"]:
+        lines.append(f"beyond the {model['max_context']} positions this model was trained for")
+    rows = [
+        ("parameters", f"{model['n_parameters']:,}", f"{model['n_streamed_parameters']:,} read by a step"),
+        ("weights", scaled(memory["weight_bytes_resident"], "B"), f"{scaled(memory['weight_bytes_streamed'], 'B')} read by a step"),
+        ("KV cache", scaled(memory["kv_bytes"], "B"), f"{memory['kv_bytes_per_token']:,} B per token"),
+    ]
+    measured = result["measured"]
+    if measured:
+        rows.append(("measured", f"TTFT {seconds(measured['ttft_s'])}", f"TPOT {seconds(measured['tpot_s'])}"))
+        rows.append(("", f"peak {scaled(measured['peak_memory_bytes'], 'B')}", "of memory"))
+    return "\n".join(lines) + "\n\n" + table(rows)
+
+
+def counts(result, detail):
+    """Rows of counts, one for each operation, layer or step, or one column for each phase; and the headers."""
+    if detail == "phase":
+        n_steps = result["request"]["output_tokens"] - 1
+        phases = [("prefill", result["counts"]["prefill"]), (f"decode, {n_steps} steps", result["counts"]["decode"])]
+        phases = phases if n_steps else phases[:1]
+        rows = [[name, *[scaled(counts[field], _unit(field)) for _, counts in phases]] for field, name in COUNTS.items()]
+        return rows, ["counts", *[name for name, _ in phases]]
+    if detail == "op":
+        lines = [([row["phase"], row["op"], row["calls"]], row) for row in result["operations"]]
+        names = ["phase", "operation", "calls"]
+    elif detail == "layer":
+        lines = [([row["phase"], "-" if row["layer"] is None else row["layer"]], row) for row in result["layers"]]
+        names = ["phase", "layer"]
+    else:
+        lines = [([row["phase"], row["step"]], row) for row in result["steps"]]
+        names = ["phase", "step"]
+    columns = [field for field in COUNTS if any(row[field] for _, row in lines)]
+    rows = [[*start, *[scaled(row[field], _unit(field)) for field in columns]] for start, row in lines]
+    return rows, names + [COUNTS[field] for field in columns]
+
+
+def _unit(field):
+    return "FLOP" if field.endswith("_flops") else "B"
+
+
+def predictions(result):
+    """Rows of what is predicted, one column for each GPU; and the headers."""
+    gpus = result["predictions"]
+    rows = []
+    for level in LEVELS:
+        if not any(gpu[level] for gpu in gpus):
+            continue
+        for quantity, show in (
+            ("ttft_s", seconds), ("tpot_s", seconds), ("latency_s", seconds), ("tokens_per_s", _rate),
+        ):  # fmt: skip
+            label = level if quantity == "ttft_s" else ""
+            rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
+        rows.append(["", "bound by", *[_bounds(gpu[level]) for gpu in gpus]])
+    for quantity in ("ttft_s", "tpot_s"):
+        label = f"rough, eta {gpus[0]['rough']['eta']}" if quantity == "ttft_s" else ""
+        rows.append([label, _NAMES[quantity], *[seconds(gpu["rough"][quantity]) for gpu in gpus]])
+    rows.append(["intensity", "prefill, decode", *[_intensity(gpu) for gpu in gpus]])
+    rows.append(["", "ridge", *[_per_byte(gpu["ridge_flops_per_byte"]) for gpu in gpus]])
+    rows.append(["memory", "needed", *[f"{scaled(gpu['memory_bytes_needed'], 'B')} of {scaled(gpu['memory_bytes'], 'B')}" for gpu in gpus]])
+    rows.append(["", "longest context", *[_context(gpu) for gpu in gpus]])
+    return rows, ["level", "", *[gpu["gpu"] for gpu in gpus]]
+
+
+_NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "latency_s": "latency", "tokens_per_s": "tokens/s"}
+
+
+def _rate(value):
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _bounds(level):
+    return ", ".join(level[phase] or "-" for phase in ("prefill_bound", "decode_bound"))
+
+
+def _per_byte(value):
+    return "-" if value is None else f"{value:.1f} FLOP/B"
+
+
+def _intensity(gpu):
+    phases = [gpu["prefill_flops_per_byte"], gpu["decode_flops_per_byte"]]
+    return ", ".join("-" if value is None else f"{value:.1f}" for value in phases) + " FLOP/B"
+
+
+def _context(gpu):
+    longest = gpu["max_context_tokens"]
+    return "any" if longest is None else f"{longest:,} tokens" if longest else "none"
+
+
+def notes(result):
+    """Paragraphs on what a reader must know before using the numbers."""
+    agrees = "agree" if result["closed_form"]["agrees"] else "DISAGREE: this is a fault of the program, please report it"
+    lines = [f"ledger and closed form {agrees}"]
+    for gpu in result["predictions"]:
+        if not gpu["fits"]:
+            lines.append(
+                f"{gpu['gpu']}: does not fit, {scaled(gpu['memory_bytes_needed'], 'B')} needed of "
+                f"{scaled(gpu['memory_bytes'], 'B')}; times are those of a device with more memory"
+            )
+        if gpu["missing_rates"]:
+            lines.append(f"{gpu['gpu']}: the profile lacks {', '.join(gpu['missing_rates'])}; the terms are left out")
+        if gpu["floor_applies"] is False:
+            lines.append(f"{gpu['gpu']}: a step's weights may stay in the last-level cache; the bandwidth floor does not apply")
+    return ["\n".join(lines)]
