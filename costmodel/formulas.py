@@ -15,6 +15,7 @@ import numpy as np
 from costmodel import loads, operations
 from costmodel.loads import whole_numbers
 from npinfer.errors import InputError
+from npinfer.ledger import Counts
 
 # --- what a model weighs ---------------------------------------------------
 
@@ -116,6 +117,7 @@ def kv_bytes_held(config, precision, n_context, batch=1):
 
 
 def _kv_bytes(config, precision, batch, n_context, limit):
+    batch = whole_numbers("batch", batch, 1)
     rows = sum(
         n_layers * (n_context if window is None else loads.least(n_context, limit(window)))
         for window, n_layers in loads.layers_by_window(config)
@@ -182,7 +184,8 @@ def decode_counts_total(config, precision, batch, n_prompt, n_output):
 @loads.refuse_overflow
 def sample_counts(config, precision, batch):
     """Counts of greedy sampling after one forward: vocab_size - 1 comparisons in each sequence."""
-    return operations.sample_counts(config, precision, whole_numbers("batch", batch, 1))
+    counts = operations.sample_counts(config, precision, whole_numbers("batch", batch, 1))
+    return counts if np.ndim(batch) == 0 else Counts(*np.broadcast_arrays(*counts))
 
 
 def _counts(config, precision, load_of, **numbers):
@@ -196,12 +199,14 @@ def _counts(config, precision, load_of, **numbers):
 @loads.refuse_overflow
 def prefill_flops_rough(batch, n_prompt, n_params):
     """2*B*L*P: two FLOPs for each parameter and prompt token; leaves out attention's T x S products."""
+    _refuse_negative("of them", batch=batch, n_prompt=n_prompt, n_params=n_params)
     return 2 * batch * n_prompt * n_params
 
 
 @loads.refuse_overflow
 def decode_flops_rough(batch, n_output, n_params):
     """2*B*C*P: two FLOPs for each parameter and output token; leaves out attention's products."""
+    _refuse_negative("of them", batch=batch, n_output=n_output, n_params=n_params)
     return 2 * batch * n_output * n_params
 
 
@@ -238,7 +243,7 @@ def _rate(amount, per_s):
 
 def latency_s(ttft_s, tpot_s, n_output):
     """ttft + tpot * n_output, the textbook's line; it counts one step more than are taken."""
-    _refuse_negative(ttft_s=ttft_s, tpot_s=tpot_s)
+    _refuse_negative("seconds", ttft_s=ttft_s, tpot_s=tpot_s)
     return ttft_s + tpot_s * whole_numbers("n_output", n_output, 1)
 
 
@@ -277,8 +282,11 @@ def prefix_saving(n_prefix, n_user):
     out that the user's part still attends to the prefix, and that the weights
     are streamed however few tokens are computed.
     """
-    n_prefix, n_user = whole_numbers("n_prefix", n_prefix, 0), whole_numbers("n_user", n_user, 1)
-    return n_user / (n_prefix + n_user)
+    n_prefix, n_user = whole_numbers("n_prefix", n_prefix, 0), whole_numbers("n_user", n_user, 0)
+    n_prompt = 1.0 * n_prefix + n_user  # a sum of floats does not wrap
+    if not _everywhere(n_prompt > 0):
+        raise InputError("the prompt is empty: n_prefix and n_user are 0, expected 1 token at least")
+    return n_user / n_prompt
 
 
 def fit_latency_line(n_output, latency_s):
@@ -306,14 +314,14 @@ def fit_latency_line(n_output, latency_s):
 
 def breakeven_n_output(ttft_s, tpot_s):
     """Output tokens for which decoding takes as long as the prefill; beyond it TPOT dominates."""
-    _refuse_negative(ttft_s=ttft_s)
+    _refuse_negative("seconds", ttft_s=ttft_s)
     return _rate(ttft_s, tpot_s)
 
 
-def _refuse_negative(**times):
-    for name, value in times.items():
+def _refuse_negative(unit, **amounts):
+    for name, value in amounts.items():
         if not _everywhere(value >= 0):
-            raise InputError(f"{name} is {value}, expected 0 or more seconds")
+            raise InputError(f"{name} is {value}, expected 0 or more {unit}")
 
 
 def _everywhere(condition):

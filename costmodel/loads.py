@@ -40,7 +40,6 @@ class Load(NamedTuple):
     Attributes
     ----------
     forwards : their number
-    sequences : sum of B
     tokens : sum of B * T
     head_rows : positions that the head runs for
     embedding_bytes : stored bytes of the embedding rows looked up
@@ -48,7 +47,6 @@ class Load(NamedTuple):
     """
 
     forwards: int
-    sequences: int
     tokens: int
     head_rows: int
     embedding_bytes: int
@@ -56,7 +54,7 @@ class Load(NamedTuple):
 
     def flat(self):
         """All sums in one tuple, those of the windows last."""
-        return (*self[:5], *[value for attention in self.attention for value in attention])
+        return (*self[:4], *[value for attention in self.attention for value in attention])
 
 
 def layers_by_window(config):
@@ -80,7 +78,7 @@ def forward_load(config, embedding_bytes, batch, n_cached, n_new, all_logits=Fal
         masked = n_new * keys - visible_pairs(n_cached, n_new, window)
         attention.append(Attention(batch * keys, batch * n_new * keys, batch * masked))
     tokens = batch * n_new
-    return Load(1, batch, tokens, tokens if all_logits else batch, embedding_bytes(tokens), tuple(attention))
+    return Load(1, tokens, tokens if all_logits else batch, embedding_bytes(tokens), tuple(attention))
 
 
 def decode_load(config, embedding_bytes, batch, n_prompt, n_steps):
@@ -91,7 +89,7 @@ def decode_load(config, embedding_bytes, batch, n_prompt, n_steps):
         keys = batch * visible_pairs(n_prompt, n_steps, window)
         attention.append(Attention(keys, keys, 0))
     tokens = batch * n_steps
-    return Load(n_steps, tokens, tokens, tokens, n_steps * embedding_bytes(batch), tuple(attention))
+    return Load(n_steps, tokens, tokens, n_steps * embedding_bytes(batch), tuple(attention))
 
 
 def visible_pairs(n_cached, n_new, window=None):
@@ -119,8 +117,7 @@ def refuse_overflow(form):
                     f"{form.__name__} reaches {largest}, which an int64 array does not hold; "
                     "use smaller arguments, or Python ints one by one"
                 )
-            args, options = map(_wide, args), {name: _wide(option) for name, option in options.items()}
-        return form(*args, **options)
+        return form(*map(_wide, args), **{name: _wide(option) for name, option in options.items()})
 
     return checked
 
@@ -130,11 +127,13 @@ def _is_integers(value):
 
 
 def _wide(value):
+    if isinstance(value, np.integer) or (isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"):
+        return int(value)  # a NumPy scalar would wrap
     return value.astype(np.int64, copy=False) if _is_integers(value) else value
 
 
 def _maximum(value):
-    return int(value.max()) if _is_integers(value) else value
+    return int(value.max()) if _is_integers(value) else _wide(value)
 
 
 def least(a, b):
@@ -168,7 +167,7 @@ def whole_numbers(name, value, at_least):
         numbers = value.astype(np.int64, copy=False)
     else:
         try:
-            smallest = numbers = operator.index(value)
+            smallest = numbers = operator.index(None if isinstance(value, bool) else value)
         except TypeError:
             raise InputError(f"{name} is {value!r}, expected a whole number or an integer array") from None
     if smallest < at_least:

@@ -52,10 +52,87 @@ def _ceil_bytes(bits, n_elements):
         return -(-n_elements * bits // 8)
     from decimal import Decimal
 
-    exact, per = Decimal(str(bits)).as_integer_ratio()
+    exact, per = Decimal(repr(float(bits))).as_integer_ratio()
     if isinstance(n_elements, np.ndarray):  # an exact numerator may have no room in int64
         return (-(-n_elements.astype(object) * exact // (8 * per))).astype(np.int64)
     return -(-n_elements * exact // (8 * per))
+
+
+class _Forms:
+    """The shapes that the closed forms of operations come in, under one load."""
+
+    def __init__(self, config, precision, load):
+        self.config, self.precision, self.load = config, precision, load
+        self.act = precision.activations.bits // 8
+        self.scaled = precision.bits_per_weight is None and precision.weights in ("int8", "int4")
+
+    def embed(self):
+        d = self.config.d_model
+        return Counts(
+            elementwise_flops=self.scaled * self.load.tokens * d,
+            weight_bytes_read=self.load.embedding_bytes,
+            activation_bytes_written=self.load.tokens * d * self.act,
+        )
+
+    def projection(self, d_in, d_out, bias=False):
+        """A matrix of every layer, at every token."""
+        return self.matrix(d_in, d_out, self.load.tokens, bias) * self.config.n_layers
+
+    def matrix(self, d_in, d_out, rows, bias=False):
+        """A product with one matrix, at so many positions."""
+        elementwise = bias * rows * d_out
+        if self.scaled:  # an int8 scale for each output, an int4 weight widened one by one
+            elementwise += rows * d_out if self.precision.weights == "int8" else self.load.forwards * d_in * d_out
+        weights = stored_matrix_bytes(self.precision, d_out, d_in) + bias * stored_vector_bytes(self.precision, d_out)
+        return Counts(
+            matmul_flops=2 * rows * d_in * d_out,
+            elementwise_flops=elementwise,
+            weight_bytes_read=self.load.forwards * weights,
+            activation_bytes_read=rows * d_in * self.act,
+            activation_bytes_written=rows * d_out * self.act,
+        )
+
+    def norm(self, rows):
+        """An RMS norm at so many positions."""
+        d = self.config.d_model
+        return Counts(
+            elementwise_flops=rows * (4 * d + 2),
+            weight_bytes_read=self.load.forwards * stored_vector_bytes(self.precision, d),
+            activation_bytes_read=rows * d * self.act,
+            activation_bytes_written=rows * d * self.act,
+        )
+
+    def elementwise(self, flops, n_read, n_written):
+        """So many FLOPs, and activations read and written, at every token of every layer."""
+        return Counts(
+            elementwise_flops=self.load.tokens * flops,
+            activation_bytes_read=self.load.tokens * n_read * self.act,
+            activation_bytes_written=self.load.tokens * n_written * self.act,
+        ) * self.config.n_layers
+
+    def attention(self):
+        """attn_scores, softmax and attn_mix: the only operations in which a window shows."""
+        n_heads, head_dim = self.config.n_heads, self.config.head_dim
+        queries = self.load.tokens * n_heads * head_dim * self.act
+        scores = softmax = mix = Counts()
+        for (_, times), seen in zip(layers_by_window(self.config), self.load.attention):
+            n_scores = n_heads * seen.pairs
+            widening = n_scores if self.precision.kv == "int8" else 0
+            product = Counts(
+                matmul_flops=2 * n_scores * head_dim,
+                masked_flops=2 * n_heads * head_dim * seen.masked,
+                kv_bytes_read=seen.keys * kv_row_bytes(self.config, self.precision),
+            )
+            written = Counts(activation_bytes_read=queries, score_bytes_written=n_scores * self.act)
+            read = Counts(activation_bytes_written=queries, score_bytes_read=n_scores * self.act)
+            scores += (product + written + Counts(elementwise_flops=n_scores + widening)) * times
+            softmax += Counts(
+                elementwise_flops=5 * n_scores - 2 * n_heads * self.load.tokens,
+                score_bytes_read=n_scores * self.act,
+                score_bytes_written=n_scores * self.act,
+            ) * times
+            mix += (product + read + Counts(elementwise_flops=widening)) * times
+        return scores, softmax, mix
 
 
 def operation_counts(config, precision, load):
@@ -78,98 +155,33 @@ def operation_counts(config, precision, load):
     weight and token, and the attention term); the elementwise and byte terms are worked here from
     the definitions of the operations.
     """
-    d, d_ff = config.d_model, config.d_ff
+    forms = _Forms(config, precision, load)
+    n_layers, d, d_ff = config.n_layers, config.d_model, config.d_ff
     d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    act = precision.activations.bits // 8
-    scaled = precision.bits_per_weight is None and precision.weights in ("int8", "int4")
-
-    def projection(d_in, d_out, bias, times=config.n_layers, rows=load.tokens):
-        elementwise = bias * rows * d_out
-        if scaled:  # an int8 scale for each output, an int4 weight widened one by one
-            elementwise += rows * d_out if precision.weights == "int8" else load.forwards * d_in * d_out
-        weights = stored_matrix_bytes(precision, d_out, d_in) + bias * stored_vector_bytes(precision, d_out)
-        return Counts(
-            matmul_flops=2 * rows * d_in * d_out,
-            elementwise_flops=elementwise,
-            weight_bytes_read=load.forwards * weights,
-            activation_bytes_read=rows * d_in * act,
-            activation_bytes_written=rows * d_out * act,
-        ) * times
-
-    def norm(times=config.n_layers, rows=load.tokens):
-        return Counts(
-            elementwise_flops=rows * (4 * d + 2),
-            weight_bytes_read=load.forwards * stored_vector_bytes(precision, d),
-            activation_bytes_read=rows * d * act,
-            activation_bytes_written=rows * d * act,
-        ) * times
-
-    def elementwise(flops, n_read, n_written):
-        """An operation on `n_read` and `n_written` activations of every token and layer."""
-        return Counts(
-            elementwise_flops=load.tokens * flops,
-            activation_bytes_read=load.tokens * n_read * act,
-            activation_bytes_written=load.tokens * n_written * act,
-        ) * config.n_layers
-
-    scores, softmax, mix = _attention_counts(config, precision, load)
-    kv_append = elementwise(0, 2 * d_kv, 0)._replace(
-        kv_bytes_written=load.tokens * 2 * kv_row_bytes(config, precision) * config.n_layers
-    )
+    scores, softmax, mix = forms.attention()
+    kv_written = Counts(kv_bytes_written=load.tokens * 2 * kv_row_bytes(config, precision) * n_layers)
     return {
-        "embed": Counts(
-            elementwise_flops=scaled * load.tokens * d,
-            weight_bytes_read=load.embedding_bytes,
-            activation_bytes_written=load.tokens * d * act,
-        ),
-        "attn_norm": norm(),
-        "q_proj": projection(d, d_q, config.qkv_bias),
-        "k_proj": projection(d, d_kv, config.qkv_bias),
-        "v_proj": projection(d, d_kv, config.qkv_bias),
-        "rope": elementwise(3 * (d_q + d_kv), d_q + d_kv, d_q + d_kv),
-        "kv_append": kv_append,
+        "embed": forms.embed(),
+        "attn_norm": forms.norm(load.tokens) * n_layers,
+        "q_proj": forms.projection(d, d_q, config.qkv_bias),
+        "k_proj": forms.projection(d, d_kv, config.qkv_bias),
+        "v_proj": forms.projection(d, d_kv, config.qkv_bias),
+        "rope": forms.elementwise(3 * (d_q + d_kv), d_q + d_kv, d_q + d_kv),
+        "kv_append": forms.elementwise(0, 2 * d_kv, 0) + kv_written,
         "attn_scores": scores,
         "softmax": softmax,
         "attn_mix": mix,
-        "o_proj": projection(d_q, d, config.o_bias),
-        "attn_residual": elementwise(d, 2 * d, d),
-        "mlp_norm": norm(),
-        "gate_proj": projection(d, d_ff, config.mlp_bias),
-        "up_proj": projection(d, d_ff, config.mlp_bias),
-        "mlp_act": elementwise(4 * d_ff, 2 * d_ff, d_ff),
-        "down_proj": projection(d_ff, d, config.mlp_bias),
-        "mlp_residual": elementwise(d, 2 * d, d),
-        "final_norm": norm(times=1, rows=load.head_rows),
-        "lm_head": projection(d, config.vocab_size, False, times=1, rows=load.head_rows),
+        "o_proj": forms.projection(d_q, d, config.o_bias),
+        "attn_residual": forms.elementwise(d, 2 * d, d),
+        "mlp_norm": forms.norm(load.tokens) * n_layers,
+        "gate_proj": forms.projection(d, d_ff, config.mlp_bias),
+        "up_proj": forms.projection(d, d_ff, config.mlp_bias),
+        "mlp_act": forms.elementwise(4 * d_ff, 2 * d_ff, d_ff),
+        "down_proj": forms.projection(d_ff, d, config.mlp_bias),
+        "mlp_residual": forms.elementwise(d, 2 * d, d),
+        "final_norm": forms.norm(load.head_rows),
+        "lm_head": forms.matrix(d, config.vocab_size, load.head_rows),
     }
-
-
-def _attention_counts(config, precision, load):
-    """Counts of attn_scores, softmax and attn_mix: the only ones in which a window shows."""
-    n_heads, head_dim = config.n_heads, config.head_dim
-    act = precision.activations.bits // 8
-    scores = softmax = mix = Counts()
-    for (_, times), seen in zip(layers_by_window(config), load.attention):
-        n_scores = n_heads * seen.pairs
-        queries = load.tokens * n_heads * head_dim * act
-        widening = n_scores if precision.kv == "int8" else 0
-        product = Counts(
-            matmul_flops=2 * n_scores * head_dim,
-            masked_flops=2 * n_heads * head_dim * seen.masked,
-            kv_bytes_read=seen.keys * kv_row_bytes(config, precision),
-        )
-        scores += times * (product + Counts(
-            elementwise_flops=n_scores + widening, activation_bytes_read=queries, score_bytes_written=n_scores * act
-        ))
-        softmax += times * Counts(
-            elementwise_flops=5 * n_scores - 2 * n_heads * load.tokens,
-            score_bytes_read=n_scores * act,
-            score_bytes_written=n_scores * act,
-        )
-        mix += times * (product + Counts(
-            elementwise_flops=widening, activation_bytes_written=queries, score_bytes_read=n_scores * act
-        ))
-    return scores, softmax, mix
 
 
 def sample_counts(config, precision, batch):
@@ -205,9 +217,9 @@ def coefficients(config, precision):
     """
     n_windows = len(layers_by_window(config))
     columns = []
-    for one in np.eye(5 + 3 * n_windows, dtype=int).tolist():
-        attention = tuple([Attention(*one[5 + 3 * i : 8 + 3 * i]) for i in range(n_windows)])
-        columns.append(list(operation_counts(config, precision, Load(*one[:5], attention)).values()))
+    for one in np.eye(4 + 3 * n_windows, dtype=int).tolist():
+        attention = tuple([Attention(*one[4 + 3 * i : 7 + 3 * i]) for i in range(n_windows)])
+        columns.append(list(operation_counts(config, precision, Load(*one[:4], attention)).values()))
     return np.array(columns, dtype=object).transpose(1, 2, 0)
 
 

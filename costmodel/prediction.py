@@ -148,7 +148,7 @@ class Prediction(NamedTuple):
         return longest
 
 
-def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, compute=None):
+def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, *, compute=None):
     """Predict a request from closed forms.
 
     Parameters
@@ -206,6 +206,12 @@ def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1,
     gpu, config, precision, n_prompt, n_output, batch, compute
         As for `predict`.
     """
+    forwards = [phase for phase, _ in ledger.by("phase", "forward")]
+    if [forwards.count("prefill"), forwards.count("decode")] != [1, n_output - 1] or len(forwards) != n_output:
+        raise InputError(
+            f"the ledger holds {forwards.count('prefill')} prefills and {forwards.count('decode')} decode steps, expected "
+            f"1 and {n_output - 1} for n_output {n_output}; record one npinfer.generate"
+        )
     costs = {"prefill": [], "decode": []}
     for (phase, op), (_, counts) in ledger.by("phase", "op").items():
         if op != "cache_load":  # the interpreter's own copy; a GPU attends to shared blocks in place
@@ -286,8 +292,9 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
     peak = gpu.matmul_flops_per_s.get(compute)
     missing = [] if peak else [f"matmul_flops_per_s.{compute}"]
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
-    resident, step_bytes = _weight_bytes(config, precision)
+    resident, _ = _weight_bytes(config, precision)
     cache = gpu.last_level_cache_bytes
+    step_bytes = decode.streamed_bytes / decode.n_forwards if decode.n_forwards else prefill.streamed_bytes
     needed = resident + formulas.kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
     return Prediction(
         gpu=gpu,

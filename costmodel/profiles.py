@@ -174,4 +174,5 @@ def gpu(name_or_path):
     import difflib  # needed for a mistyped name only
 
     names = gpus()
-    raise UnknownName("GPU", name_or_path, difflib.get_close_matches(name_or_path.lower(), names, 8, 0.4) or names)
+    close = difflib.get_close_matches(name_or_path.lower(), names, 8, 0.4)
+    raise UnknownName("GPU", name_or_path, close or [*names[:8], f"and {len(names) - 8} more (costmodel.gpus(), --list-gpus)"])

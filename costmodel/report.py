@@ -49,7 +49,7 @@ def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
     Returns
     -------
     report : dict
-        See DESIGN of the schema in README, "JSON".
+        Its keys are in the README, "JSON".
     ledger : npinfer.Ledger
         For details by layer or step.
     """

@@ -6,6 +6,7 @@ Tensor names are those of github.com/huggingface/transformers for the Llama fami
 import re
 
 from npinfer.errors import CheckpointError
+from npinfer.formats import Precision
 from npinfer.hf import config_from_hf
 from npinfer.safetensors import open_folder
 from npinfer.weights import layer_tensors, model_tensors
@@ -26,22 +27,43 @@ INSIDE = {
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
-def read_checkpoint(folder):
-    """Open the checkpoint in `folder`.
+class Checkpoint:
+    """A checkpoint whose files and config have proved to belong together; made by `read_checkpoint`.
 
-    Returns
-    -------
+    Attributes
+    ----------
     config : ModelConfig
-    stored : callable
-        Gives the format that all matrices are stored in.
-    source : callable
-        `source(name, layer, shape)` gives a float32 array, for `npinfer.weights.build`.
-
-    Raises
-    ------
-    ConfigError, CheckpointError
-        See `Transformer.from_checkpoint`.
     """
+
+    def __init__(self, folder, config, tensors, expected):
+        self.config, self._folder, self._tensors, self._expected = config, folder, tensors, expected
+
+    def precision(self, **formats):
+        """`Precision` of `formats`; by default weights as they are stored, KV and activations fp32.
+
+        Raises
+        ------
+        CheckpointError
+            If the weight format is not given, and matrices are stored in several.
+        """
+        return Precision(**{"weights": formats.get("weights") or self._stored(), "kv": "fp32", "activations": "fp32", **formats})
+
+    def _stored(self):
+        formats = {self._tensors.dtype(name) for name, shape in self._expected.items() if len(shape) == 2}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"{self._folder}: matrices are stored in {', '.join(sorted(formats))}; say which format to hold them in "
+                "(precision=npinfer.Precision(...), --weights)"
+            )
+        return formats.pop()
+
+    def source(self, name, layer, shape):
+        """One tensor as a float32 array, for `npinfer.weights.build`."""
+        return self._tensors.float32(_published(name, layer))
+
+
+def read_checkpoint(folder):
+    """Open the `Checkpoint` in `folder`; errors as of `Transformer.from_checkpoint`."""
     config = config_from_hf(folder)
     tensors = open_folder(folder)
     if config.n_layers > len(tensors):
@@ -51,20 +73,7 @@ def read_checkpoint(folder):
         )
     expected = _expected(config)
     _check(folder, tensors, config, expected)
-
-    def stored():
-        formats = {tensors.dtype(name) for name, shape in expected.items() if len(shape) == 2}
-        if len(formats) > 1:
-            raise CheckpointError(
-                f"{folder}: matrices are stored in {', '.join(sorted(formats))}; say which format to hold them in "
-                "(precision=npinfer.Precision(...), --weights)"
-            )
-        return formats.pop()
-
-    def source(name, layer, shape):
-        return tensors.float32(_published(name, layer))
-
-    return config, stored, source
+    return Checkpoint(folder, config, tensors, expected)
 
 
 def _published(name, layer):

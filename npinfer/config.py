@@ -41,8 +41,10 @@ class RopeScaling:
     original_max_context: int
 
     def __post_init__(self):
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_context"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
             object.__setattr__(self, name, _number(f"rope_scaling {name}", getattr(self, name)))
+        context = whole("rope_scaling original_max_context", self.original_max_context)
+        object.__setattr__(self, "original_max_context", context)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling low_freq_factor is {self.low_freq_factor:g}, expected below "
@@ -124,6 +126,10 @@ class ModelConfig:
         for flag in ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"):
             if not isinstance(getattr(self, flag), bool):
                 raise ConfigError(f"{flag} is {getattr(self, flag)!r}, expected true or false")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ConfigError(f"rope_scaling is {self.rope_scaling!r}, expected a RopeScaling or None")
+        if not isinstance(self.eos_token_ids, list | tuple):
+            raise ConfigError(f"eos_token_ids is {self.eos_token_ids!r}, expected a tuple of token ids")
         self._set("eos_token_ids", tuple([whole("eos_token_id", token, least=0) for token in self.eos_token_ids]))
         self._set("rope_theta", _number("rope_theta", self.rope_theta))
         self._set("norm_eps", _number("norm_eps", self.norm_eps))
@@ -199,9 +205,13 @@ def whole(name, value, least=1, most=MAX_SIZE):
 
 def _number(name, value):
     """`value` as a float if it is a positive finite number, or a `ConfigError` that names it."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} is {value!r}, expected a positive number")
-    return float(value)  # a NumPy scalar would widen the float32 arrays it meets
+    try:
+        number = 0.0 if isinstance(value, bool | str) else float(value)  # a NumPy scalar would widen what it meets
+    except (TypeError, ValueError, OverflowError):
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"{name} is {value!r:.40}, expected a positive number")
+    return number
 
 
 def presets():

@@ -34,4 +34,13 @@ class UnknownName(InputError, KeyError):
         super().__init__(f"no {kind} {name!r}; known: {', '.join(known)}")
         self.known = known
 
+    def __reduce__(self):
+        return _unpickled, (self.args[0], self.known)
+
     __str__ = ValueError.__str__  # KeyError would print the message as a quoted repr
+
+
+def _unpickled(message, known):
+    error = UnknownName("", "", known)
+    error.args = (message,)
+    return error

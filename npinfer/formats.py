@@ -81,13 +81,13 @@ def mixed_format(bits_per_weight):
     from decimal import Decimal  # only mixed formats need exact decimals
 
     try:
-        bits = float(bits_per_weight)
-    except (TypeError, ValueError):
-        raise ConfigError(f"bits_per_weight is {bits_per_weight!r}, expected a number such as 4.83") from None
+        bits = float("nan") if isinstance(bits_per_weight, bool) else float(bits_per_weight)
+    except (TypeError, ValueError, OverflowError):
+        bits = float("nan")
     if not 0 < bits <= 64:
-        raise ConfigError(f"bits_per_weight is {bits_per_weight!r}, expected more than 0 and at most 64")
+        raise ConfigError(f"bits_per_weight is {bits_per_weight!r}, expected a number above 0 and at most 64, such as 4.83")
     # The name tells formats apart, so it has all the digits.
-    return Format(f"{bits_per_weight} bits", bits, ratio=Decimal(str(bits_per_weight)).as_integer_ratio())
+    return Format(f"{bits!r} bits", bits, ratio=Decimal(repr(bits)).as_integer_ratio())
 
 
 @dataclass(frozen=True)

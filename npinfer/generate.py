@@ -7,7 +7,6 @@ import numpy as np
 from npinfer import ops
 from npinfer.config import whole
 from npinfer.ledger import forward
-from npinfer.model import as_tokens
 from npinfer.specs import Array, spec
 
 
@@ -48,20 +47,32 @@ def generate(model, tokens, n_output, cache=None, on_token=None):
     Generation
     """
     n_output = whole("n_output", n_output)
-    tokens = np.atleast_2d(as_tokens(tokens))
+    tokens = model.checked(tokens)
     if cache is None:
-        cache = model.new_cache(len(tokens), tokens.shape[1] + n_output - 1)
+        cache = model.new_cache(len(tokens))
     cache.check_room(tokens.shape[1] + n_output - 1)
 
+    with forward("prefill"):
+        logits = model.prefill(tokens, cache)
+        generated = decode_greedily(model, logits, cache, n_output, on_token)
+    return Generation(generated, cache)
+
+
+def decode_greedily(model, logits, cache, n_output, on_token=None):
+    """Choose a token from a prefill's logits, and decode until there are `n_output`; ids (B, n_output) or None.
+
+    The choice from the prefill's logits belongs to the prefill: it is recorded
+    there if its `forward` is still open.
+    """
     generated = []
     for step in range(n_output):
-        phase = "prefill" if step == 0 else "decode"
-        with forward(phase):
-            logits = model.prefill(tokens, cache) if step == 0 else model.decode(generated[-1], cache)
+        with forward("prefill" if step == 0 else "decode"):
+            if step:
+                logits = model.decode(generated[-1], cache)
             generated.append(_sampled(model, logits))
         if on_token is not None:
             on_token(generated[-1] if model.numeric else None)
-    return Generation(np.stack(generated, axis=1) if model.numeric else None, cache)
+    return np.stack(generated, axis=1) if model.numeric else None
 
 
 def _sampled(model, logits):
@@ -74,4 +85,4 @@ def _sampled(model, logits):
 
 def no_tokens(shape):
     """Token ids for a shape-only run: zeros that take no memory, however long the prompt."""
-    return np.broadcast_to(np.int64(0), shape)
+    return np.broadcast_to(np.int8(0), shape)

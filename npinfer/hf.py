@@ -15,19 +15,19 @@ from typing import NamedTuple
 from npinfer.config import ModelConfig, RopeScaling
 from npinfer.errors import ConfigError
 
-# Published key -> ours; the value is taken as it is.
+# Published key -> ours; the value is taken as it is.  Those that must be there, and those that may be null.
 SIZES = {
     "num_hidden_layers": "n_layers",
     "hidden_size": "d_model",
     "num_attention_heads": "n_heads",
     "intermediate_size": "d_ff",
     "vocab_size": "vocab_size",
+    "rms_norm_eps": "norm_eps",
 }
 OPTIONS = {
     "num_key_value_heads": "n_kv_heads",
     "head_dim": "head_dim",
     "tie_word_embeddings": "tie_embeddings",
-    "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_context",
 }
 
@@ -170,6 +170,9 @@ def _rope(published, where):
     for key, table in (("rope_scaling", older), ("rope_parameters", newer)):
         if not isinstance(table, dict):
             raise ConfigError(f"{where}: {key} is {table!r}, expected an object or null")
+    for key in older.keys() & newer.keys():
+        if older[key] != newer[key]:
+            raise ConfigError(f"{where}: {key} is {older[key]!r} in rope_scaling and {newer[key]!r} in rope_parameters; which one?")
     settings = {**older, **newer}
     theta = settings.pop("rope_theta", published.get("rope_theta", 10000.0))
     if published.get("rope_theta", theta) != theta:

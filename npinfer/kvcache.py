@@ -6,6 +6,8 @@ new ones.  A row that no later query can see is not held (it may still lie in
 the buffer, but it is not counted and not given back).
 """
 
+import operator
+
 import numpy as np
 
 from npinfer.config import whole
@@ -18,10 +20,11 @@ GROWTH_ROWS = 256  # without a declared capacity, buffers grow by at least this
 class _Layer:
     """Rows of one layer: `stop` positions were appended, buffer row 0 is position `base`."""
 
-    __slots__ = ("window", "stop", "base", "buffer")
+    __slots__ = ("window", "stop", "base", "buffer", "keep")
 
     def __init__(self, window):
         self.window, self.stop, self.base, self.buffer = window, 0, 0, None
+        self.keep = None  # position from which on no row may be let go of, whatever the window
 
     @property
     def held(self):
@@ -33,7 +36,8 @@ class _Layer:
         held, n_new = self.held, k.shape[2]
         first, stop = self.stop - held, self.stop + n_new
         if self.buffer is None or stop - self.base > self.buffer.shape[3]:
-            self._make_room(held, n_new, shape, limit)
+            kept = held if self.keep is None else max(held, self.stop - self.keep)
+            self._make_room(kept, n_new, shape, limit)
         new = slice(self.stop - self.base, stop - self.base)
         self.buffer[0, :, :, new] = k
         self.buffer[1, :, :, new] = v
@@ -57,6 +61,22 @@ class _Layer:
         if held:
             self.buffer[:, :, :, :held] = old
         self.base = first
+
+    def restore(self, parts, shape, limit):
+        """Fill an empty layer from arrays (2, n_kv_heads, n, head_dim), end to end; takes the rows still to be seen
+        or kept."""
+        stop = sum([part.shape[2] for part in parts])
+        kept = stop if self.window is None else min(stop, self.window - 1)
+        kept = missing = kept if self.keep is None else max(kept, stop - self.keep)
+        self._make_room(0, kept, shape, limit)
+        self.base, self.stop = stop - kept, stop
+        taken = []
+        for part in reversed(parts):
+            if missing > 0:
+                taken.append(part[:, :, -missing:])
+                missing -= part.shape[2]
+        if taken:
+            np.concatenate(taken[::-1], axis=2, out=self.buffer[:, 0, :, :kept])
 
     def copy(self):
         """A layer of the same rows that shares nothing with this one."""
@@ -82,6 +102,8 @@ class KVCache:
         Without it the cache grows in steps.
     numeric : bool
         Whether rows have values.
+    weights : Weights, optional
+        Of the model that it belongs to; another model's rows mean nothing to it.
 
     Attributes
     ----------
@@ -91,8 +113,8 @@ class KVCache:
         Stored bytes of the rows held (not of the capacity).
     """
 
-    def __init__(self, config, format_, batch=1, capacity=None, numeric=True):
-        self.config, self.format, self.numeric = config, format_, numeric
+    def __init__(self, config, format_, batch=1, capacity=None, numeric=True, weights=None):
+        self.config, self.format, self.numeric, self.weights = config, format_, numeric, weights
         self.batch = whole("batch", batch)
         self.capacity = None if capacity is None else whole("capacity", capacity)
         self._row_shape = (self.batch, config.n_kv_heads, config.head_dim)
@@ -111,6 +133,12 @@ class KVCache:
     def n_visible(self, layer):
         """Rows of `layer` that the next query sees before its own."""
         return self._layers[layer].held
+
+    def check_even(self):
+        """Raise `CacheError` if some layers have more positions than others."""
+        lengths = sorted({layer.stop for layer in self._layers})
+        if len(lengths) > 1:
+            raise CacheError(f"layers of the cache have {lengths} positions, expected the same in all; crop to {lengths[0]}")
 
     def check_room(self, n_new):
         """Raise `CacheError` if `n_new` more positions do not fit."""
@@ -143,19 +171,20 @@ class KVCache:
         CacheError
             If there is no room, or no such layer; nothing is written.
         """
-        layers = (layers,) if isinstance(layers, int) else layers
+        layers = layers if isinstance(layers, range) else (operator.index(layers),)
         batch, n_kv_heads, head_dim = self._row_shape
         expected = (batch, n_kv_heads, k.shape[2] if len(k.shape) == 4 else "n_new", head_dim)
         if k.shape != expected or v.shape != expected:
             raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {expected}")
-        if not 0 <= layers[0] <= layers[-1] < len(self._layers):
-            raise CacheError(f"append: no layer {layers[-1]}; the model has layers 0 to {len(self._layers) - 1}")
+        if not 0 <= layers[0] <= layers[-1] < len(self._layers) or (self.numeric and len(layers) > 1):
+            met = layers[0] if len(layers) == 1 else layers
+            raise CacheError(f"append: no layer {met}; the model has layers 0 to {len(self._layers) - 1}")
         n_new = k.shape[2]
         if self.capacity is not None and self._layers[layers[0]].stop + n_new > self.capacity:
             self.check_room(n_new)
         if self.numeric:
             (layer,) = layers
-            k, v = rounded(k, self.format), rounded(v, self.format)
+            k, v = [rounded(np.asarray(rows, np.float32), self.format) for rows in (k, v)]
             return self._layers[layer].write(k, v, self._row_shape, self.capacity)
         for layer in layers:
             self._layers[layer].stop += n_new
@@ -188,8 +217,44 @@ class KVCache:
             layer.stop = min(layer.stop, length)
             layer.base = min(layer.base, length)
 
+    def keep_rows(self, position=None):
+        """Let go of no row from `position` on, whatever the windows, until called again without one.
+
+        They are not counted as held; it is for who wants to copy them out.
+        """
+        for layer in self._layers:
+            layer.keep = position
+
+    def rows(self, start, stop):
+        """Rows of positions start to stop - 1 of a single sequence, in every layer.
+
+        Returns
+        -------
+        float32 array (n_layers, 2, n_kv_heads, stop - start, head_dim), read-only
+            A copy; None without values.
+        """
+        if not self.numeric:
+            return None
+        rows = np.stack([layer.buffer[:, 0, :, start - layer.base : stop - layer.base] for layer in self._layers])
+        rows.flags.writeable = False
+        return rows
+
+    def restore(self, parts, length):
+        """Fill an empty cache of one sequence with `length` positions from arrays as `rows` gives them.
+
+        Parameters
+        ----------
+        parts : list of arrays (n_layers, 2, n_kv_heads, n, head_dim)
+            Consecutive positions from 0 on; not looked at without values.
+        """
+        for number, layer in enumerate(self._layers):
+            if self.numeric:
+                layer.restore([part[number] for part in parts], self._row_shape, self.capacity)
+            else:
+                layer.stop = length
+
     def fork(self):
         """A cache of the same rows; neither sees what the other appends."""
-        other = KVCache(self.config, self.format, self.batch, self.capacity, self.numeric)
+        other = KVCache(self.config, self.format, self.batch, self.capacity, self.numeric, self.weights)
         other._layers = [layer.copy() for layer in self._layers]
         return other

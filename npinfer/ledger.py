@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from itertools import count
 from typing import NamedTuple
 
+from npinfer.errors import InputError
+
 
 class Counts(NamedTuple):
     """FLOPs and bytes; integers, or integer arrays from the closed forms.
@@ -121,7 +123,8 @@ class Ledger:
         self._grouped = {}  # results of `by`, with the length of the log they were made from
 
     def __enter__(self):
-        self._outer.append(_ledgers.set((*_ledgers.get(), self)))
+        active = _ledgers.get()
+        self._outer.append(_ledgers.set(active if self in active else (*active, self)))
         return self
 
     def __exit__(self, *exc_info):
@@ -171,6 +174,8 @@ class Ledger:
         forward : int, optional
             Entries of this forward only, the first is 0.
         """
+        if phase not in (None, "prefill", "decode"):
+            raise InputError(f"phase is {phase!r}, expected 'prefill' or 'decode'")
         wanted = phase, op
         if layer is None and forward is None:
             return sum([counts for key, (_, counts) in self.by("phase", "op").items() if _match(key, wanted)], Counts())

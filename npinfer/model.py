@@ -5,9 +5,13 @@ without data it only counts, and the text is the same: what runs and what is
 counted cannot differ.
 """
 
+from dataclasses import replace
+from hashlib import blake2b
+
 import numpy as np
 
 from npinfer import ops
+from npinfer.config import ModelConfig, whole
 from npinfer.errors import CacheError, InputError
 from npinfer.formats import Precision
 from npinfer.kvcache import KVCache
@@ -29,16 +33,22 @@ class Transformer:
     """
 
     def __init__(self, config, precision, source=None):
+        if not isinstance(config, ModelConfig) or not isinstance(precision, Precision):
+            raise InputError(
+                f"a model takes a ModelConfig and a Precision, not {type(config).__name__} and "
+                f"{type(precision).__name__}; see npinfer.preset and npinfer.Precision"
+            )
         self.config, self.precision, self.numeric = config, precision, source is not None
         if self.numeric:
             precision.check_numeric()
         self.weights = build(config, precision, source)
         self.rope = RopeTable(config, self.numeric)
+        self._fingerprint = None
 
     @classmethod
     def random(cls, config, seed=0, precision=Precision()):
         """A numeric model with normally distributed weights; the same seed gives the same model."""
-        return cls(config, precision, random_source(seed))
+        return cls(config, precision, random_source(whole("seed", seed, least=0)))
 
     @classmethod
     def shape_only(cls, config, precision=Precision()):
@@ -65,14 +75,12 @@ class Transformer:
         """
         from npinfer.checkpoint import read_checkpoint
 
-        config, stored, source = read_checkpoint(folder)
-        if precision is None:
-            precision = Precision(weights=stored(), kv="fp32", activations="fp32")
-        return cls(config, precision, source)
+        checkpoint = read_checkpoint(folder)
+        return cls(checkpoint.config, checkpoint.precision() if precision is None else precision, checkpoint.source)
 
     def new_cache(self, batch=1, capacity=None):
         """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""
-        return KVCache(self.config, self.precision.kv, batch, capacity, self.numeric)
+        return KVCache(self.config, self.precision.kv, batch, capacity, self.numeric, self.weights)
 
     def prefill(self, tokens, cache, all_logits=False):
         """Run new tokens of every sequence on top of what the cache holds.
@@ -100,17 +108,36 @@ class Transformer:
             If the cache is another model's, of another batch, or too small.
             After a refused call the cache is as it was.
         """
-        return self._run("prefill", self._checked(tokens), cache, all_logits)
+        return self._run("prefill", self.checked(tokens), cache, all_logits)
+
+    def extend(self, tokens, cache):
+        """As `prefill`, for what is not the end of a prompt: the head does not run, and nothing is returned."""
+        self._run("prefill", self.checked(tokens), cache, all_logits=None)
 
     def decode(self, tokens, cache):
         """Run one new token of every sequence: (B,) or (B, 1) -> logits (B, vocab_size); else as `prefill`."""
         tokens = as_tokens(tokens)
-        tokens = self._checked(tokens.reshape(-1, 1) if tokens.ndim == 1 else tokens)
+        tokens = self.checked(tokens.reshape(-1, 1) if tokens.ndim == 1 else tokens)
         if tokens.shape[1] != 1:
             raise InputError(f"decode: tokens are {tokens.shape}, expected one a sequence; prefill takes several")
         return self._run("decode", tokens, cache, all_logits=False)
 
-    def _checked(self, tokens):
+    @property
+    def kv_bytes_per_token(self):
+        """Stored bytes of one token's keys and values in all layers."""
+        config = self.config
+        return 2 * config.n_layers * self.precision.kv.nbytes((config.n_kv_heads, config.head_dim))
+
+    def fingerprint(self):
+        """32 bytes that tell this model from any other: config, formats, mode and weights; worked once."""
+        if self._fingerprint is None:
+            digest = blake2b(repr((replace(self.config, name=""), self.precision, self.numeric)).encode(), digest_size=32)
+            for values in self.weights.values() if self.numeric else ():
+                digest.update(np.ascontiguousarray(values))
+            self._fingerprint = digest.digest()
+        return self._fingerprint
+
+    def checked(self, tokens):
         """Tokens as an integer array (B, T) of ids in the vocabulary, or an `InputError`."""
         tokens = np.atleast_2d(as_tokens(tokens))
         if tokens.ndim != 2 or tokens.size == 0 or tokens.dtype.kind not in "iu":
@@ -123,10 +150,13 @@ class Transformer:
         return tokens
 
     def _run(self, phase, tokens, cache, all_logits):
-        if cache.config != self.config or cache.format != self.precision.kv or cache.numeric != self.numeric:
+        mine = self.config, self.precision.kv, self.numeric
+        foreign = self.numeric and cache.weights is not None and cache.weights is not self.weights
+        if foreign or (cache.config, cache.format, cache.numeric) != mine:
             raise CacheError("the cache was made by another model; make one with this model's new_cache")
         if cache.batch != len(tokens):
             raise CacheError(f"the cache is for a batch of {cache.batch}, tokens are a batch of {len(tokens)}")
+        cache.check_even()
         cache.check_room(tokens.shape[1])
         n_cached = cache.length
         with forward(phase):
@@ -135,12 +165,14 @@ class Transformer:
             except BaseException:
                 cache.rollback(n_cached)
                 raise
+        if all_logits is None:
+            return None
         if all_logits:
             logits = view(logits, (*tokens.shape, self.config.vocab_size))
         return logits.data if self.numeric else logits
 
     def _forward(self, tokens, cache, all_logits):
-        """Logits `Array` of the last position of each sequence, or of all N = B*T positions."""
+        """Logits `Array` of the last position of each sequence, of all N = B*T positions, or (None) of none."""
         config, weights = self.config, self.weights
         batch, n_new = tokens.shape
         norm = {"eps": config.norm_eps}
@@ -161,6 +193,8 @@ class Transformer:
             x = ops.residual(x, ops.linear(ops.swiglu(gate, up), w.down_proj), op="mlp_residual")
         in_layers(None)
 
+        if all_logits is None:
+            return None
         if not all_logits:
             x = last_rows(x, batch)
         return ops.linear(ops.rms_norm(x, weights.final_norm, **norm), weights.lm_head)

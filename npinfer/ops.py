@@ -22,7 +22,7 @@ from functools import lru_cache, wraps
 import numpy as np
 
 from npinfer.errors import ShapeError
-from npinfer.ledger import cost, record
+from npinfer.ledger import Counts, cost, record
 from npinfer.specs import Array, Spec, spec
 
 BLOCK_ELEMENTS = 2**21  # scores held at once: 8 MiB, however long the prompt
@@ -214,6 +214,16 @@ def kv_append(cache, layers, k, v):
     keys, values = cache.append(layers, k.data if numeric else k, v.data if numeric else v)
     record(costs)  # after what may be refused
     return Array(visible, keys), Array(visible, values)
+
+
+def cache_load(cache, parts, length):
+    """Copy rows that were computed before into an empty cache: `KVCache.restore`, recorded.
+
+    Counts the stored bytes of the rows that the cache then holds, read once
+    and written once.
+    """
+    cache.restore(parts, length)
+    record((("cache_load", Counts(kv_bytes_read=cache.nbytes, kv_bytes_written=cache.nbytes)),))
 
 
 def visible_pairs(n_new, n_keys, window):

@@ -34,14 +34,21 @@ class RopeTable:
         self._frequencies = inverse_frequencies(config) if numeric else None
         self._table = np.empty((2, 0, self.half), np.float32)
 
+    def rotation_by(self, distance):
+        """Cosines and sines (2, 1, head_dim / 2) that move keys on by `distance` positions, also back; None for 0."""
+        if distance == 0:
+            return None
+        angles = distance * self._frequencies[None]
+        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+
     def rotation(self, start, n_new):
         """Cosines and sines of positions start to start + n_new - 1: `Array` (2, n_new, head_dim / 2)."""
         shape = spec((2, n_new, self.half), None, "constant")
         if self._frequencies is None:
             return Array(shape)
-        stop = start + n_new
-        if stop > self._table.shape[1]:
-            positions = np.arange(max(stop, 2 * self._table.shape[1], 256), dtype=np.float64)
+        table, stop = self._table, start + n_new  # another thread may put a table of its own in place
+        if stop > table.shape[1]:
+            positions = np.arange(max(stop, 2 * table.shape[1], 256), dtype=np.float64)
             angles = positions[:, None] * self._frequencies
-            self._table = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
-        return Array(shape, self._table[:, start:stop])
+            table = self._table = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        return Array(shape, table[:, start:stop])

@@ -40,6 +40,8 @@ class Spec:
 @lru_cache(maxsize=2**16)
 def spec(shape, format_=None, role="activation", name=None):
     """The one `Spec` of this shape (a tuple of ints), format, role and name."""
+    if role not in ROLES:
+        raise ValueError(f"role is {role!r}, expected one of {ROLES}")
     self = Spec()
     self.shape, self.format, self.role, self.name = shape, format_, role, name
     self.nbytes = format_.nbytes(shape) if format_ is not None else 0

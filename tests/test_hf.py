@@ -149,7 +149,7 @@ def test_llama3_scaling_takes_no_others():
         ({"low_freq_factor": 4.0}, "low_freq_factor is 4, expected below high_freq_factor 4"),
         ({"factor": 0}, "factor is 0, expected a positive number"),
         ({"factor": "8"}, "factor is '8', expected a positive number"),
-        ({"original_max_position_embeddings": None}, "original_max_context is None, expected a positive number"),
+        ({"original_max_position_embeddings": None}, "original_max_context is None, expected a whole number"),
     ],
 )
 def test_llama3_numbers_that_cannot_be(scaling, match):

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from npinfer import CacheError, ConfigError, KVCache, ModelConfig, Precision, ShapeError, Transformer, kvcache
 from npinfer.formats import FORMATS
 from npinfer.specs import Array, spec
-from strategies import batches, chunkings, configs, precisions, run, some_tokens
+from strategies import batches, cached_rows, chunkings, configs, precisions, run, some_tokens
 
 MAX_CACHES = 4
 
@@ -120,16 +120,10 @@ class CacheAgainstAList(RuleBasedStateMachine):
         cache.crop(0)
         model.crop(0)
 
-    @precondition(lambda self: len(self.caches) < MAX_CACHES)
     @rule(number=st.integers(0, MAX_CACHES))
     def fork(self, number):
         cache, model = self.one(number)
-        self.caches.append((cache.fork(), model.fork()))
-
-    @rule(number=st.integers(0, MAX_CACHES))
-    def forget(self, number):
-        if len(self.caches) > 1:
-            self.caches.pop(number % len(self.caches))
+        self.caches = [*self.caches[1 - MAX_CACHES :], (cache.fork(), model.fork())]
 
     @invariant()
     def length_and_bytes_are_those_of_the_rows(self):
@@ -139,9 +133,19 @@ class CacheAgainstAList(RuleBasedStateMachine):
             assert cache.capacity == self.capacity
             assert all(cache.n_visible(layer) == model.n_held for layer in range(self.row_shape[0]))
 
+    @invariant()
+    def rows_held_are_the_last_of_the_list(self):
+        """Of every cache after every step, so that what one writes into another's rows shows at once."""
+        for cache, model in getattr(self, "caches", ()):
+            held = model.rows[model.first :]
+            for layer in range(self.row_shape[0]):
+                for part, rows in enumerate(cached_rows(cache, layer)):
+                    assert rows.shape[2] == len(held)
+                    assert not held or np.array_equal(rows, np.stack(held, axis=-2)[layer, part])
+
 
 TestCacheAgainstAList = CacheAgainstAList.TestCase
-TestCacheAgainstAList.settings = settings(max_examples=200, stateful_step_count=30)
+TestCacheAgainstAList.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_fork_of_a_full_cache_and_its_parent_write_different_rows():
@@ -154,6 +158,17 @@ def test_a_fork_of_a_full_cache_and_its_parent_write_different_rows():
     others, _ = fork.append(0, 7 * row[:, :, :1], row[:, :, :1])
     assert keys[0, 0, :, 0].tolist() == [1, 1, 5]
     assert others[0, 0, :, 0].tolist() == [1, 1, 7]
+
+
+def test_a_parent_that_crops_and_writes_anew_leaves_its_fork_alone():
+    cache = KVCache(model_config(1), FORMATS["fp32"])
+    row = np.ones((1, 2, 3, 4), np.float32)
+    cache.append(0, row, row)
+    fork = cache.fork()
+    cache.crop(1)
+    cache.append(0, 5 * row, row)
+    keys, _ = fork.append(0, 7 * row[:, :, :1], row[:, :, :1])
+    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 7]
 
 
 @pytest.mark.parametrize("window, n_rows, length, allowed", [
@@ -242,3 +257,29 @@ def test_sizes_are_checked():
         model.new_cache().crop(-1)
     with pytest.raises(CacheError, match="cannot keep 1 positions of 0"):
         model.new_cache().crop(1)
+
+
+def test_a_cache_with_uneven_layers_is_refused():
+    model = Transformer.random(model_config(), precision=Precision("fp32", "fp32", "fp32"))
+    cache = model.new_cache()
+    rows = np.ones((1, 2, 3, 4), np.float32)
+    cache.append(0, rows, rows)
+    with pytest.raises(CacheError, match=r"layers of the cache have \[0, 3\] positions"):
+        model.prefill([1, 2], cache)
+    cache.crop(0)
+    assert model.prefill([1, 2], cache).shape == (1, 8)
+
+
+@pytest.mark.parametrize("format_", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [np.float64, np.float16])
+def test_rows_of_any_float_are_held_in_float32(format_, dtype):
+    cache = KVCache(model_config(), FORMATS[format_])
+    rows = np.full((1, 2, 3, 4), 1.5, dtype)
+    keys, values = cache.append(np.int64(0), rows, rows)
+    assert keys.dtype == values.dtype == np.float32 and (keys == 1.5).all()
+
+
+def test_a_cache_of_equal_shape_and_other_weights_is_refused():
+    one, other = [Transformer.random(model_config(), seed=seed) for seed in (0, 1)]
+    with pytest.raises(CacheError, match="another model"):
+        one.prefill([1], other.new_cache())

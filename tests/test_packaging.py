@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -150,3 +151,9 @@ def test_no_package_is_called_like_a_program():
     for folder in PACKAGES:
         for path in modules(folder):
             assert not set(imports(path)) & TOOLS
+
+
+def test_files_named_in_the_readme_exist():
+    named = re.findall(r"`((?:npinfer|costmodel|tools|tests)/[\w/.]+)`", (REPO / "README.md").read_text())
+    assert len(named) >= 4
+    assert [path for path in named if not (REPO / path).exists()] == []

@@ -1,5 +1,6 @@
 """Shapes of published models against their published totals, and what a config or a precision refuses."""
 
+import pickle
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -260,3 +261,25 @@ def test_stored_bytes_of_mixed_formats_are_rounded_up_exactly(bits, n, nbytes):
     # 4.83 * 100 / 8 = 60.375; 2.3 * 1000 / 8 = 287.5; 4.1 * 80 / 8 = 41, which floats would make more of
     assert Precision(bits_per_weight=bits).matrices.nbytes((1, n)) == nbytes
     assert costmodel.operations.stored_matrix_bytes(Precision(bits_per_weight=bits), 1, n) == nbytes
+
+
+def test_errors_and_records_survive_pickling():
+    error = pickle.loads(pickle.dumps(UnknownName("model", "x", ["a", "b"])))
+    assert str(error) == "no model 'x'; known: a, b" and error.known == ["a", "b"]
+    precision = Precision("int8", bits_per_weight=4.5)
+    assert pickle.loads(pickle.dumps(precision)) == precision
+
+
+@pytest.mark.parametrize("fields, match", [
+    ({"rope_theta": 10**400}, "rope_theta is 1000"),
+    ({"eos_token_ids": 2}, "eos_token_ids is 2, expected a tuple"),
+    ({"rope_scaling": {"factor": 8.0}}, "expected a RopeScaling"),
+])
+def test_values_of_another_kind_are_refused_by_name(fields, match):
+    with pytest.raises(ConfigError, match=match):
+        changed(**fields)
+
+
+def test_numpy_numbers_serve_as_settings():
+    assert changed(rope_theta=np.int64(10000), norm_eps=np.float64(1e-5)) == T1
+    assert type(changed(norm_eps=np.float64(1e-5)).norm_eps) is float

@@ -611,7 +611,7 @@ BAD = [
     ("--batch 0", "batch is 0, expected from 1"),
     ("--batch -1", "batch is -1"),
     ("--batch ten", "argument --batch: invalid int value: 'ten'"),
-    ("--bits-per-weight 0", "bits_per_weight is 0.0, expected more than 0"),
+    ("--bits-per-weight 0", "bits_per_weight is 0.0, expected a number above 0"),
     ("--bits-per-weight nan", "bits_per_weight is nan"),
     ("--bits-per-weight 65", "bits_per_weight is 65.0"),
     ("--bits-per-weight four", "invalid float value: 'four'"),
@@ -700,3 +700,29 @@ def test_a_name_with_line_breaks_is_still_one_line(run):
     is_refused(run("--model", "two\nlines"), "two")
     is_refused(run("--two\nlines"), "--two")
     is_refused(run("--gpu", "two\nlines.toml"), "two")
+
+
+def test_output_to_a_pipe_or_a_link_leaves_them_what_they_are(printed, tmp_path):
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    printed(*TINY, *SHORT, "--output", str(link))
+    assert link.is_symlink() and "ledger and closed form agree" in target.read_text()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    printed(*TINY, *SHORT, "--output", str(pipe))
+    assert pipe.is_fifo() and b"ledger and closed form agree" in os.read(reader, 2**16)
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint", "--config"])
+def test_an_empty_path_is_not_the_default_model(run, flag):
+    result = run(flag, "")
+    assert result.status == 2 and "cannot be read" in result.err
+
+
+def test_the_largest_request_is_counted(report):
+    result = report(*TINY, "--batch", str(2**31), "--prompt-tokens", str(2**31), "--output-tokens", "2")
+    assert result["closed_form"] == {"agrees": True}
+    assert result["counts"]["prefill"]["kv_bytes_written"] == 2**62 * result["memory"]["kv_bytes_per_token"]

@@ -126,6 +126,25 @@ def test_generate_is_a_prefill_its_decode_and_a_sample_after_each(config, precis
         assert forwards[step] == forward_counts(config, precision, batch, n_prompt + step - 1, 1) + sample
 
 
+@given(configs(), precisions(), batches, st.integers(0, 9), st.integers(1, 2**40), st.booleans())
+@example(T1, FP32, 1, 0, 2**30, False)  # costs about 2**62 or beyond leave the int64 product for Python ints
+@example(MISTRAL, Precision(), 3, 0, 2**23, True)
+def test_costs_of_operations_are_those_of_their_counts(config, precision, batch, n_cached, n_new, all_logits):
+    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
+    load = loads.forward_load(config, row_bytes, batch, n_cached, n_new, all_logits)
+    expected = [
+        [
+            counts.matmul_flops - counts.masked_flops,
+            counts.elementwise_flops,
+            counts.weight_bytes_read + counts.kv_bytes_read + counts.kv_bytes_written,
+            counts.weight_bytes_read + counts.kv_bytes_read + counts.kv_bytes_written
+            + counts.activation_bytes_read + counts.activation_bytes_written,
+        ]
+        for counts in operations.operation_counts(config, precision, load).values()
+    ]
+    assert operations.operation_costs(config, precision, load) == expected
+
+
 # ---- what a ledger sums
 
 
@@ -250,6 +269,20 @@ def test_arrays_given_by_name_do_not_wrap_either():
         forward_counts(MISTRAL, Precision(), batch=1, n_cached=0, n_new=np.array([2**50]))
 
 
+def test_numpy_scalars_count_as_python_ints():
+    big = np.int64(2**40)
+    assert formulas.prefill_flops_rough(big, big, np.int64(7)) == 14 * 2**80
+    assert formulas.decode_flops_rough(big, big, np.int64(7)) == 14 * 2**80
+    assert formulas.prefix_saving(np.array([2**62]), np.array([2**62])).tolist() == [0.5]
+
+
+@pytest.mark.parametrize("form", [formulas.kv_bytes_read, formulas.kv_bytes_held])
+@pytest.mark.parametrize("n_context, batch, match", [(5, -1, "batch is -1"), (-5, 1, "n_context is -5"), (5, 1.0, r"batch is 1\.0")])
+def test_kv_bytes_refuse(form, n_context, batch, match):
+    with pytest.raises(InputError, match=match):
+        form(MISTRAL, Precision(), n_context, batch)
+
+
 @pytest.mark.parametrize("arguments, match", [
     ((0, 0, 1), "batch is 0, expected at least 1"),
     ((1, -1, 1), "n_cached is -1, expected at least 0"),
@@ -366,3 +399,15 @@ def test_a_window_bounds_what_a_step_reads():
     steps = [forward_counts(config, Precision(), 1, n_cached, 1).kv_bytes_read for n_cached in (4094, 4095, 4096, 9000)]
     assert steps == [4095 * 131_072] + [4096 * 131_072] * 3
     assert npinfer.Transformer.shape_only(config).new_cache().nbytes == 0
+
+
+def test_a_ledger_entered_twice_counts_once():
+    model = Transformer.shape_only(T1, FP32)
+    with Ledger() as ledger, ledger:
+        model.prefill([1, 2, 3], model.new_cache())
+    assert ledger.total() == forward_counts(T1, FP32, 1, 0, 3)
+
+
+def test_a_phase_that_is_none_is_not_free():
+    with pytest.raises(InputError, match="phase is 'Decode', expected 'prefill' or 'decode'"):
+        Ledger().total(phase="Decode")

@@ -20,6 +20,8 @@ class Parser(argparse.ArgumentParser):
 def run(main):
     """Call `main(argv)` and exit: what the user did wrong is one line on standard error and status 2."""
     program = os.path.basename(sys.argv[0])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no failure
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
@@ -44,16 +46,17 @@ def write(text, path=None):
     if path is None:
         print(text)
         return
-    partial = f"{path}.partial"
+    path = os.path.realpath(path)  # what a link points to, not the link
+    in_place = os.path.exists(path) and not os.path.isfile(path)  # a pipe or a device
+    partial = path if in_place else f"{path}.{os.getpid()}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        try:
+        if not in_place:
             os.replace(partial, path)
-        except OSError:
-            os.remove(partial)
-            raise
     except OSError as error:
+        if not in_place and os.path.exists(partial):
+            os.remove(partial)
         raise InputError(f"--output {path}: cannot be written ({error.strerror}); give a path in a folder that exists") from None
 
 

@@ -108,22 +108,20 @@ def make_model(args, seed):
     sizes = {name: size for name, size in sizes.items() if size is not None}
     formats = {name: getattr(args, name) for name in ("weights", "kv", "activations", "bits_per_weight")}
     formats = {name: format_ for name, format_ in formats.items() if format_ is not None}
-    source = None
-    if args.checkpoint:
+    source, precision = None, None
+    if args.checkpoint is not None:
         from npinfer.checkpoint import read_checkpoint
 
-        config, stored, source = read_checkpoint(args.checkpoint)
-        formats = {"kv": "fp32", "activations": "fp32", **formats}
-        if "weights" not in formats:
-            formats["weights"] = stored()
+        checkpoint = read_checkpoint(args.checkpoint)
+        config, source, precision = checkpoint.config, checkpoint.source, checkpoint.precision(**formats)
         if args.numeric and sizes:
             raise npinfer.InputError("a numeric run of a checkpoint has the checkpoint's shape; leave out the dimensions")
-    elif args.config:
+    elif args.config is not None:
         config = npinfer.ModelConfig.from_hf(args.config)
     else:
         config = npinfer.preset(args.model)
     config = config.resized(**sizes)
-    precision = npinfer.Precision(**formats)
+    precision = precision or npinfer.Precision(**formats)
     if not args.numeric:
         return npinfer.Transformer.shape_only(config, precision)
     precision.check_numeric()
