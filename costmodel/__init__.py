@@ -5,11 +5,24 @@
     costmodel.predict(config, npinfer.Precision(), "rtx-4090").floor.tpot_s
 
 Read loads and operations (counts as formulas), formulas (the public closed
-forms), profiles (GPUs), then prediction (from counts to seconds).
+forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
+reuse saves).
 """
 
 from costmodel import formulas
+from costmodel.caching import breakeven_prefix_tokens, cached_ttft_s
 from costmodel.prediction import Prediction, predict, predict_from
 from costmodel.profiles import GPU, ProfileError, gpu, gpus
 
-__all__ = ["GPU", "Prediction", "ProfileError", "formulas", "gpu", "gpus", "predict", "predict_from"]
+__all__ = [
+    "GPU",
+    "Prediction",
+    "ProfileError",
+    "breakeven_prefix_tokens",
+    "cached_ttft_s",
+    "formulas",
+    "gpu",
+    "gpus",
+    "predict",
+    "predict_from",
+]

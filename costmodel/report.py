@@ -7,7 +7,7 @@ Nothing is formatted or scaled here.
 import sys
 from time import perf_counter
 
-from costmodel import formulas
+from costmodel import caching, formulas
 from costmodel.loads import decode_load, forward_load
 from costmodel.operations import operation_counts, sample_counts, stored_rows_bytes
 from costmodel.prediction import predict_from
@@ -31,7 +31,7 @@ ROUGH_FIELDS = (
 )  # fmt: skip
 
 
-def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
+def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None):
     """Run a request and report on it.
 
     Parameters
@@ -43,6 +43,10 @@ def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
     gpus : list of GPU
     compute : str, optional
         As for `predict`.
+    n_prefix : int
+        The first prompt tokens that a cache holds already: adds the same request, started from them.
+    turns : list of int
+        Prompt lengths of a dialogue: adds what a session cache saves in each turn.
     on_token : callable, optional
         As for `npinfer.generate`.
 
@@ -71,7 +75,7 @@ def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
         "schema": SCHEMA,
         "mode": "numeric" if model.numeric else "shape-only",
         "model": _model(config),
-        "request": {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": 0},
+        "request": {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": n_prefix},
         "precision": _precision(precision),
         "memory": _memory(config, precision, batch, n_prompt + n_output - 1),
         "counts": _phase_counts(ledger),
@@ -81,8 +85,8 @@ def trace(model, tokens, n_output, gpus, compute=None, on_token=None):
         ],
         "closed_form": {"agrees": closed_forms(**request) == by_op},
         "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
-        "prefix": None,
-        "session": None,
+        "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
+        "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
         "measured": _measured(start_s, times_s) if model.numeric else None,
     }
     return report, ledger

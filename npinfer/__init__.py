@@ -7,9 +7,11 @@
     ledger.total(phase="decode").weight_bytes_read
 
 Read config (what a model is), ledger (what is counted), ops (each operation
-and its cost), model (the equations), kvcache and generate, in this order.
+and its cost), model (the equations), kvcache and generate, in this order; then
+blocks and reuse (what the caches share), caches and sessions.
 """
 
+from npinfer.caches import PrefixCache, PromptCache
 from npinfer.config import ModelConfig, RopeScaling, preset, presets
 from npinfer.errors import CacheError, CheckpointError, ConfigError, InputError, ShapeError, UnknownName
 from npinfer.formats import Precision
@@ -17,9 +19,12 @@ from npinfer.generate import generate
 from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.model import Transformer
+from npinfer.reports import CachedStart
+from npinfer.sessions import SessionCache
 
 __all__ = [
     "CacheError",
+    "CachedStart",
     "CheckpointError",
     "ConfigError",
     "Counts",
@@ -28,7 +33,10 @@ __all__ = [
     "Ledger",
     "ModelConfig",
     "Precision",
+    "PrefixCache",
+    "PromptCache",
     "RopeScaling",
+    "SessionCache",
     "ShapeError",
     "Transformer",
     "UnknownName",

@@ -199,7 +199,8 @@ def whole(name, value, least=1, most=MAX_SIZE):
     if number is None or isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     if not least <= number <= most:
-        raise ConfigError(f"{name} is {number}, expected from {least} to 2**{most.bit_length() - 1}")
+        limit = f"2**{most.bit_length() - 1}" if most in (MAX_SIZE, MAX_LAYERS) else most
+        raise ConfigError(f"{name} is {number}, expected from {least} to {limit}")
     return number
 
 

@@ -56,6 +56,14 @@ class Weights:
     final_norm: Array
     lm_head: Array
 
+    def values(self):
+        """Yield every NumPy array of a numeric model, a tied head once."""
+        layers = [getattr(w, field) for _, _, w in self.layers for field in LayerWeights.__slots__]
+        head = [] if self.lm_head.data is self.embedding.data else [self.lm_head]
+        for array in [self.embedding, *layers, self.final_norm, *head]:
+            parts = array.data[:3] if isinstance(array.data, Matrix) else [array.data]
+            yield from [part for part in parts if part is not None]
+
 
 def layer_tensors(config):
     """Shape of every tensor of one layer, by name; a matrix is (d_out, d_in)."""

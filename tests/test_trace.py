@@ -129,9 +129,9 @@ def test_the_readme_command_is_the_default_spelt_out(printed):
 
 
 def test_the_python_of_the_readme_prints_what_its_comments_say():
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    promised = re.findall(r"^print\(.*\) +# ([^:\n]+)", block, re.MULTILINE)
-    assert len(promised) >= 3
+    block = "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+    promised = re.findall(r"^ *print\(.*\) +# ([^:\n]+)", block, re.MULTILINE)
+    assert len(promised) >= 5
     result = start("-c", block)
     assert result.stderr == ""
     lines = result.stdout.splitlines()
@@ -726,3 +726,32 @@ def test_the_largest_request_is_counted(report):
     result = report(*TINY, "--batch", str(2**31), "--prompt-tokens", str(2**31), "--output-tokens", "2")
     assert result["closed_form"] == {"agrees": True}
     assert result["counts"]["prefill"]["kv_bytes_written"] == 2**62 * result["memory"]["kv_bytes_per_token"]
+
+
+def test_prefix_and_turns(report, printed):
+    flags = ("--prompt-tokens", "1400", "--prefix-tokens", "1200", "--turns", "800,1200,1600")
+    result = report(*flags, "--gpu", "rtx-4090", "--gpu", "h100-sxm")
+    prefix, session = result["prefix"], result["session"]
+    assert result["request"]["prefix_tokens"] == prefix["prefix_tokens"] == 1200
+    assert prefix["n_computed"] == 200 and round(prefix["needed_flops_share"], 4) == 0.1460
+    assert prefix["cold"] == result["counts"]["prefill"]
+    assert set(prefix["cold"]) == set(prefix["warm"]) == COUNTS
+    assert prefix["ttft_s"]["floor"]["cold"] == result["predictions"][0]["floor"]["ttft_s"]
+    assert prefix["ttft_s"]["expected"] is None
+    assert [(turn["turn"], turn["n_reused"], turn["n_computed"]) for turn in session] == [(1, 0, 800), (2, 800, 400), (3, 1200, 400)]
+    assert report(*SHORT)["prefix"] is report(*SHORT)["session"] is None
+    text = printed(*flags)
+    assert "prefix of 1200 cached: 200 tokens computed, 0.1460 of the needed FLOPs (the textbook's share 0.1429)" in text
+    assert re.search(r"^3 +1600 +1200 +400 +23\.68 TFLOP +5\.92 TFLOP", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("flags, met", [
+    (("--prefix-tokens", "1001"), "--prefix-tokens is 1001, expected from 0 to 1000"),
+    (("--prefix-tokens", "-1"), "--prefix-tokens is -1"),
+    (("--turns", "800,x"), "--turns is '800,x'"),
+    (("--turns", "800,0"), "prompt of turn 2 is 0"),
+    (("--turns", ""), "--turns is ''"),
+])
+def test_bad_prefixes_and_turns(run, flags, met):
+    result = run(*flags)
+    assert result.status == 2 and met in result.err and len(result.err.splitlines()) == 1

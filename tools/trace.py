@@ -43,6 +43,8 @@ def parser():
     request = parser.add_argument_group("request")
     request.add_argument("--prompt-tokens", type=int, default=1000, metavar="N", help="of each sequence (default 1000)")
     request.add_argument("--output-tokens", type=int, default=100, metavar="N", help="of each sequence (default 100)")
+    request.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="the first N prompt tokens are cached: with and without")
+    request.add_argument("--turns", metavar="N,N,...", help="prompt lengths of a dialogue: with and without a session cache")
     request.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
     formats = parser.add_argument_group("storage formats (default fp16; a checkpoint's own, with fp32 KV and activations)")
     formats.add_argument("--weights", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8 int4")
@@ -75,13 +77,16 @@ def main(argv):
             "costmodel.predict takes any number"
         )
     size = report.whole_request(args.batch, args.prompt_tokens, args.output_tokens)
+    n_prefix = whole("--prefix-tokens", args.prefix_tokens, least=0, most=args.prompt_tokens)
+    turns = whole_list("--turns", args.turns)
     seed = whole("--seed", args.seed, least=0)
     gpus = [costmodel.gpu(name) for name in args.gpu or ["rtx-4090"]]
     model = make_model(args, seed)
     tokens = no_tokens(size)
     if args.numeric:
         tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
-    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, Progress("token", args.output_tokens))
+    progress = Progress("token", args.output_tokens)
+    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress)
     if args.detail == "layer":
         result["layers"] = report.by_layer(ledger)
     if args.detail == "step":
@@ -91,6 +96,14 @@ def main(argv):
 
         return write(json.dumps(result, indent=1), args.output)
     write(as_text(result, args.detail), args.output)
+
+
+def whole_list(name, text):
+    """Whole numbers from text such as "800,1200"; none from None."""
+    try:
+        return [] if text is None else [int(number) for number in text.split(",")]
+    except ValueError:
+        raise npinfer.InputError(f"{name} is {text!r}, expected whole numbers such as 800,1200,1600") from None
 
 
 def version():

@@ -20,6 +20,8 @@ COUNTS = {
 def as_text(result, detail):
     """The report of `costmodel.report.trace` as aligned text."""
     parts = [headline(result), table(*counts(result, detail)), table(*predictions(result))]
+    parts += [prefix(result)] if result["prefix"] else []
+    parts += [session(result)] if result["session"] else []
     parts += notes(result)
     return "\n\n".join(parts)
 
@@ -122,6 +124,39 @@ def _intensity(gpu):
 def _context(gpu):
     longest = gpu["max_context_tokens"]
     return "any" if longest is None else f"{longest:,} tokens" if longest else "none"
+
+
+def prefix(result):
+    """What a cached prefix saves: shares of the work, and TTFT by GPU and level."""
+    saving = result["prefix"]
+    rows = [
+        [name, scaled(saving["cold"][field], _unit(field)), scaled(saving["warm"][field], _unit(field))]
+        for name, field in (("matmul", "matmul_flops"), ("weights read", "weight_bytes_read"), ("KV read", "kv_bytes_read"))
+    ]
+    for gpu, levels in saving["ttft_s_by_gpu"].items():
+        for level, times in levels.items():
+            if times is not None:
+                rows.append([f"TTFT {level}, {gpu}", seconds(times["cold"]), seconds(times["warm"])])
+    text = (
+        f"prefix of {saving['prefix_tokens']} cached: {saving['n_computed']} tokens computed, "
+        f"{saving['needed_flops_share']:.4f} of the needed FLOPs (the textbook's share {saving['textbook_share']:.4f})"
+    )
+    return text + "\n" + table(rows, ["", "cold", "warm"])
+
+
+def session(result):
+    """What a session cache saves, turn by turn."""
+    rows = []
+    for turn in result["session"]:
+        row = [turn["turn"], turn["prompt_tokens"], turn["n_reused"], turn["n_computed"]]
+        row += [scaled(turn[run]["matmul_flops"], "FLOP") for run in ("cold", "warm")]
+        for levels in turn["ttft_s_by_gpu"].values():
+            row += [seconds(levels["roofline"][run]) for run in ("cold", "warm")]
+        rows.append(row)
+    headers = ["turn", "prompt", "reused", "computed", "cold", "warm"]
+    for gpu in result["session"][0]["ttft_s_by_gpu"]:
+        headers += [f"TTFT cold, {gpu}", "warm"]
+    return "session, TTFT by the roofline\n" + table(rows, headers)
 
 
 def notes(result):
