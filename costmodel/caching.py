@@ -10,10 +10,11 @@ import numpy as np
 from costmodel import formulas, loads, operations
 from costmodel.prediction import compute_format, predict
 from costmodel.profiles import gpu as gpu_profile
+from npinfer.config import whole
 from npinfer.errors import InputError, UnknownName
 from npinfer.ledger import Counts
+from npinfer.reuse import TIERS
 
-TIERS = ("device", "host")
 LEVELS = ("floor", "roofline", "expected")
 LONGEST_PREFIX = 2**24  # tokens; a break-even beyond it is none
 
@@ -182,7 +183,7 @@ def session_saving(config, precision, gpus, prompts, batch=1, compute=None):
     """
     turns, held = [], 0
     for number, n_prompt in enumerate(prompts, start=1):
-        n_prompt = loads.whole_numbers(f"prompt of turn {number}", n_prompt, 1)
+        n_prompt = whole(f"prompt of turn {number}", n_prompt)
         n_reused = min(held, n_prompt - 1)
         turns.append(
             {

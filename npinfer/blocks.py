@@ -33,10 +33,12 @@ UNITS = {
 def n_bytes(name, value):
     """A number of bytes from a number, or from text with a unit: 8e9, "8 GB" (1e9 each), "8 GiB" (2**30 each).
 
+    A fraction of a byte is dropped.
+
     Raises
     ------
     InputError
-        If it is no whole number of bytes from 0 up, or its unit is unknown.
+        If it is no number from 0 up, or its unit is unknown.
     """
     text = str(value).strip()
     digits = text.rstrip("BkKMGTi ")
@@ -146,7 +148,7 @@ class BlockStore:
     """
 
     def __init__(self, capacity_bytes, ttl_s, clock):
-        if ttl_s is not None and (isinstance(ttl_s, bool | str) or not ttl_s > 0):
+        if ttl_s is not None and (isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not ttl_s > 0):
             raise InputError(f"ttl_s is {ttl_s}, expected seconds above 0, or None to keep entries")
         self.capacity, self.ttl_s, self.clock = capacity_bytes, ttl_s, clock
         self.used = self.protected = self.evicted = self.expired = 0
@@ -218,6 +220,10 @@ class BlockStore:
                 dropped.append(self._remove(self._head()))
         self.evicted += len(dropped)
         return dropped
+
+    def could_hold(self, nbytes):
+        """Whether `nbytes` fit the budget if nothing else is there."""
+        return self.capacity is None or nbytes <= self.capacity
 
     def has_room(self, nbytes, without=()):
         """Whether `nbytes` fit beside what is in use, the blocks `without` given up by their one user."""

@@ -27,7 +27,8 @@ class PrefixCache(Cache):
     def add(self, tokens):
         """Compute and keep the KV of `tokens`; returns the bytes of the entry.
 
-        What it shares with other entries is neither computed nor held twice.
+        Blocks that it shares with other entries are neither computed nor held
+        twice, and a partly filled block that it continues is replaced.
 
         Raises
         ------
@@ -42,6 +43,11 @@ class PrefixCache(Cache):
             raise CacheError(f"the prefix has {len(ids)} tokens, expected at most the model's context of {limit}")
         with self._lock:
             self._settle()
+            if not self.store.could_hold(nbytes):
+                self._refused += 1
+                raise CacheError(
+                    f"the prefix needs {nbytes} bytes, more than the budget of {self.store.capacity}; make capacity_bytes larger"
+                )
             use, n_matched = self._match(self._history, ids, within_block=True)
             n_full = n_matched // self.block_size
             if n_matched < len(ids):
@@ -58,9 +64,17 @@ class PrefixCache(Cache):
                             f"the prefix needs {nbytes} bytes and does not fit the budget of {self.store.capacity} "
                             f"beside the {self.store.protected} in use; make capacity_bytes larger"
                         )
+                    self._drop_continued(use[n_full:])
         finally:
             end_use()
         return nbytes
+
+    def _drop_continued(self, added):
+        """Under the lock: drop idle blocks that say no more than the beginning of the first of those added."""
+        for block in added[:1]:  # none if its key collided
+            for other in list(block.parent.children.values()):
+                if other is not block and not other.refs and block.ids.startswith(other.ids):
+                    self.store.drop([other])
 
     def prefill(self, tokens):
         """Start from the longest common prefix with any entry; `CachedStart`."""

@@ -5,6 +5,7 @@ from weakref import finalize
 
 import numpy as np
 
+from npinfer.errors import InputError
 from npinfer.ledger import Counts
 
 
@@ -105,5 +106,13 @@ class CachedStart:
         self.release()
 
     def deviation(self):
-        """Largest difference of `logits` from those of a full run without a cache; runs it, unrecorded."""
+        """Largest difference of `logits` from those of a full run without a cache; runs it, unrecorded.
+
+        Raises
+        ------
+        InputError
+            In a shape-only run, which has no logits.
+        """
+        if not isinstance(self.logits, np.ndarray):
+            raise InputError("deviation compares logits, and a shape-only run has none; use a numeric model")
         return float(np.abs(self.logits - self._cold_logits()).max())

@@ -89,7 +89,7 @@ class Cache:
             self._settle()
             store = self.store
             return CacheStats(
-                free=None if store.capacity is None else store.capacity - store.used,
+                free=store.free,
                 evictable=store.used - store.protected,
                 protected=store.protected,
                 hit_tokens=self._hit_tokens,
@@ -189,8 +189,9 @@ class Cache:
         already = chain[n_full:]
         self.store.acquire(already)
         use += already
-        over = self.store.capacity is not None and n_tokens * self.token_bytes > self.store.capacity
-        dropped = None if over else self.store.make_room(sum([len(ids) // 8 for ids, _ in new]) * self.token_bytes)
+        dropped = None
+        if self.store.could_hold(n_tokens * self.token_bytes):
+            dropped = self.store.make_room(sum([len(ids) // 8 for ids, _ in new]) * self.token_bytes)
         if dropped is None:
             self._refused += 1
             return None

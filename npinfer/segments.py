@@ -6,6 +6,9 @@ the new history would have computed; above it rows also depend on everything
 before them, so that reuse is an approximation (Gim et al. 2024, "Prompt Cache",
 arXiv:2311.04934; its repair by computing some tokens afresh: Yao et al. 2024,
 "CacheBlend", arXiv:2405.16444).
+
+It takes rotary positions whose angles depend on the position alone, as all models
+of this package have them; `npinfer.hf` refuses the others by name.
 """
 
 from typing import NamedTuple

@@ -14,6 +14,7 @@ length are right.
 
 import json
 import os
+import tempfile
 from hashlib import blake2b
 from math import prod
 
@@ -38,10 +39,11 @@ def write_sessions(path, model, wall_s, sessions):
         ],
     }
     text = json.dumps(header).encode()
-    partial = f"{os.fspath(path)}.partial"
+    folder, name = os.path.split(os.path.abspath(path))
+    handle, partial = tempfile.mkstemp(prefix=f"{name}.", suffix=".partial", dir=folder)  # each writer its own
     digest = blake2b(digest_size=CHECKSUM_BYTES)
     try:
-        with open(partial, "wb") as file:
+        with open(handle, "wb") as file:
 
             def write(data):
                 file.write(data)

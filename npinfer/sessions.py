@@ -88,8 +88,8 @@ class SessionCache(Cache):
 
     def session(self, id):
         """The session called `id` (text or a whole number); a new one begins with its first call."""
-        if isinstance(id, bool) or not isinstance(id, str | int):
-            raise InputError(f"session id is {id!r}, expected text or a whole number")
+        if type(id) not in (str, int) or (type(id) is int and id.bit_length() > 256):
+            raise InputError(f"session id is {type(id).__name__}, expected text or a whole number of at most 256 bits")
         return Session(self, id)
 
     def __contains__(self, id):
@@ -132,8 +132,8 @@ class SessionCache(Cache):
         """
         gone = state.chain[n_kept:]
         nbytes = sum([len(piece) // 8 for piece, _ in pieces]) * self.token_bytes
-        over = self.store.capacity is not None and n_kept * self.block_size * self.token_bytes + nbytes > self.store.capacity
-        if over or not self.store.has_room(nbytes, without=gone):
+        total = n_kept * self.block_size * self.token_bytes + nbytes
+        if not self.store.could_hold(total) or not self.store.has_room(nbytes, without=gone):
             self._refused += 1
             return None
         self.store.release(gone, self.store.clock())
@@ -147,6 +147,8 @@ class SessionCache(Cache):
 
     def save(self, path):
         """Write all sessions to one file, which is replaced only once the new one is complete.
+
+        Other uses of the cache wait until it is written.
 
         Raises
         ------
@@ -195,11 +197,7 @@ class SessionCache(Cache):
         with self._lock:
             self._settle()
             self._refuse_busy("load")
-            old = self.store
-            self.store = BlockStore(old.capacity, old.ttl_s, old.clock)
-            self.store.evicted, self.store.expired = old.evicted, old.expired
-            self._states, self._ended = {}, deque()  # uses of the old store end there
-            taken = 0
+            old, taken = self.store, 0
             young = [session for session in sessions if old.ttl_s is None or session["idle_s"] + away_s < old.ttl_s]
             young.reverse()  # of two that idled as long, the one called later is the more recent
             young.sort(key=lambda session: session["idle_s"])
@@ -212,13 +210,17 @@ class SessionCache(Cache):
                 if old.capacity is not None and taken > old.capacity:
                     break
                 fitting.append(session)
+            store, states = BlockStore(old.capacity, old.ttl_s, old.clock), {}
+            store.evicted, store.expired = old.evicted, old.expired
             for session in reversed(fitting):  # least recently used first, so that it is the first to go
-                self._adopt(session, self.store.clock() - away_s - session["idle_s"])
+                state = self._adopted(session, store, store.clock() - away_s - session["idle_s"])
+                if state.chain:
+                    states[state.id] = state
+            self.store, self._states, self._ended = store, states, deque()  # uses of the old store end there
 
-    def _adopt(self, session, released_s):
-        state = self._states[session["id"]] = _State(
-            session["id"], self._root(repr(session["id"]).encode()), session["ids"]
-        )
+    def _adopted(self, session, store, released_s):
+        """The state of a session read from a file, its rows put into `store`."""
+        state = _State(session["id"], self._root(repr(session["id"]).encode()), session["ids"])
         text, n_rows, size = session["ids"].tobytes(), session["n_rows"], self.block_size
         for at in range(0, n_rows, size):
             stop = min(at + size, n_rows)
@@ -228,8 +230,12 @@ class SessionCache(Cache):
                 rows.flags.writeable = False
             parent = state.chain[-1] if state.chain else state.root
             nbytes = (stop - at) * self.token_bytes
-            state.chain.append(self.store.insert(parent, text[8 * at : 8 * stop], rows, nbytes, session["id"]))
-        self.store.release(state.chain, released_s)
+            block = store.insert(parent, text[8 * at : 8 * stop], rows, nbytes, state.id)
+            if block is None:  # another history has this key, and what hangs on it cannot be kept either
+                break
+            state.chain.append(block)
+        store.release(state.chain, released_s)
+        return state
 
     def _refuse_busy(self, what):
         busy = [id for id, state in self._states.items() if state.busy]

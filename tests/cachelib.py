@@ -21,7 +21,9 @@ from strategies import FP32, T1
 
 ids = st.integers(1, 3)
 # A prompt: how much of which one before it, and what follows; whether its start stays in use; seconds before.
-requests = st.tuples(st.integers(0, 9), st.integers(0, 8), st.lists(ids, max_size=5), st.sampled_from([0, 0, 1]), st.integers(0, 2))
+requests = st.tuples(
+    st.integers(0, 9), st.integers(0, 8), st.lists(ids, max_size=5), st.sampled_from([0, 0, 1]), st.integers(0, 2)
+)  # fmt: skip
 
 
 class Clock:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npinfer
-from npinfer import CacheError, CheckpointError, ModelConfig, Precision, SessionCache, Transformer, ops, sessionfile
+from npinfer import CacheError, CheckpointError, ModelConfig, Precision, SessionCache, Transformer, blocks, ops, sessionfile
 from strategies import FP32, T1
 
 TINY = ModelConfig(n_layers=1, d_model=4, n_heads=1, head_dim=2, d_ff=3, vocab_size=7)
@@ -561,3 +561,28 @@ def test_no_file_of_the_package_can_run_what_it_reads():
                 assert "allow_pickle" not in [keyword.arg for keyword in node.keywords], path
                 numpy_load = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", None) == "np"
                 assert not (numpy_load and name in ("load", "save", "savez")), path
+
+
+def test_two_writers_of_one_file_leave_one_of_their_files(tmp_path):
+    """Each writes aside under a name of its own."""
+    path = tmp_path / "file"
+    writers = [three_sessions(40, 50, 60), three_sessions(1, 1, 1)]
+    for _ in range(10):
+        threads = [threading.Thread(target=writer.save, args=[path]) for writer in writers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = new_cache()
+        found.load(path)
+        assert found.nbytes in [writer.nbytes for writer in writers]
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_collision_while_loading_is_a_miss(monkeypatch, tmp_path):
+    three_sessions(2, 3, 4).save(tmp_path / "file")
+    cache = new_cache()
+    monkeypatch.setattr(blocks, "block_key", lambda parent, ids: b"0")
+    cache.load(tmp_path / "file")
+    assert cache.nbytes == cache.stats.evictable > 0
+    assert sum([id in cache for id in range(3)]) == 1

@@ -50,8 +50,9 @@ def capacity_bytes(text, block_bytes):
     """Bytes of a capacity as the command line takes it; None is unbounded."""
     if text == "unbounded":
         return None
-    number, _, unit = text.strip().rpartition(" ")
-    capacity = int(number) * block_bytes if unit in ("block", "blocks") and number.isdecimal() else n_bytes("--capacity", text)
+    number, _, unit = " ".join(text.split()).partition(" ")
+    in_blocks = unit in ("block", "blocks") and number.isdecimal()
+    capacity = int(number) * block_bytes if in_blocks else n_bytes("--capacity (a size, 'N blocks' or 'unbounded')", text)
     if capacity < block_bytes:
         raise npinfer.InputError(f"--capacity is {text!r}, expected one block of {block_bytes} bytes at least")
     return capacity
@@ -67,6 +68,11 @@ def rows_of(result):
         yield flat
 
 
+def capacity_text(row):
+    n = row["capacity_blocks"]
+    return "unbounded" if n is None else "1 block" if n == 1 else f"{n:,} blocks"
+
+
 def as_text(result):
     skipped = f" ({result['skipped_lines']} lines skipped)" if result["skipped_lines"] else ""
     lines = [
@@ -75,7 +81,7 @@ def as_text(result):
     ]
     rows = []
     for row in result["results"]:
-        blocks = "unbounded" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,} blocks"
+        blocks = capacity_text(row)
         rows.append(
             [
                 blocks, f"{row['block_hit_rate']:.2%}", f"{row['token_hit_rate']:.2%}", f"{row['evicted_blocks']:,}",
@@ -85,7 +91,7 @@ def as_text(result):
     lines.append(table(rows, ["capacity", "blocks hit", "tokens hit", "evicted", "peak held", "FLOPs saved"]))
     times = []
     for row in result["results"]:
-        blocks = "unbounded" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,} blocks"
+        blocks = capacity_text(row)
         for level, runs in row["ttft_s"].items():
             if runs:
                 times.append([f"{blocks}, {level}", *[seconds(runs[run_][p]) for p in ("p50", "p90", "p99") for run_ in ("cold", "warm")]])
