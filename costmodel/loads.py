@@ -109,6 +109,8 @@ def refuse_overflow(form):
 
     @wraps(form)
     def checked(*args, **options):
+        if not any([isinstance(arg, np.ndarray | np.generic) for arg in (*args, *options.values())]):
+            return form(*args, **options)
         if any(map(_is_integers, (*args, *options.values()))):
             corner = form(*map(_maximum, args), **{name: _maximum(option) for name, option in options.items()})
             largest = max(corner) if isinstance(corner, tuple) else corner

@@ -206,7 +206,7 @@ def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1,
     gpu, config, precision, n_prompt, n_output, batch, compute
         As for `predict`.
     """
-    forwards = [phase for phase, _ in ledger.by("phase", "forward")]
+    forwards = ledger.forwards
     if [forwards.count("prefill"), forwards.count("decode")] != [1, n_output - 1] or len(forwards) != n_output:
         raise InputError(
             f"the ledger holds {forwards.count('prefill')} prefills and {forwards.count('decode')} decode steps, expected "

@@ -178,7 +178,7 @@ def _memory(config, precision, batch, n_context):
 
 
 def _phase_counts(ledger):
-    last = ledger.n_forwards - 1
+    last = len(ledger.forwards) - 1
     return {
         "prefill": ledger.total(phase="prefill")._asdict(),
         "decode": ledger.total(phase="decode")._asdict(),

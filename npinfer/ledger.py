@@ -132,17 +132,21 @@ class Ledger:
 
     def entries(self, forward=None):
         """Yield an `Entry` for each operation, in the order they ran; of all forwards, or of one by its number."""
-        numbers = {}
+        numbers = {id: number for number, id in enumerate(self._forwards())}
         for scope, costs in self._log:
-            number = numbers.setdefault(scope.forward, len(numbers))
+            number = numbers[scope.forward]
             if forward is None or number == forward:
                 for op, counts in costs:
                     yield Entry(scope.phase, number, op, scope.layers, counts)
 
+    def _forwards(self):
+        """Phase of each forward by its id, in the order they ran."""
+        return {scope.forward: scope.phase for scope, _ in self._log}
+
     @property
-    def n_forwards(self):
-        """How many forwards the entries come from."""
-        return len({scope.forward for scope, _ in self._log})
+    def forwards(self):
+        """Phase of each forward that the entries come from, in the order they ran."""
+        return list(self._forwards().values())
 
     def by(self, *keys):
         """Totals grouped by fields of `Entry`.
