@@ -17,6 +17,7 @@ import numpy as np
 from npinfer.errors import InputError
 
 INT64_MAX = 2**63 - 1
+NUMPY = np.ndarray, np.generic
 
 
 class Attention(NamedTuple):
@@ -109,7 +110,7 @@ def refuse_overflow(form):
 
     @wraps(form)
     def checked(*args, **options):
-        if not any([isinstance(arg, np.ndarray | np.generic) for arg in (*args, *options.values())]):
+        if not any([isinstance(arg, NUMPY) for arg in (*args, *options.values())]):
             return form(*args, **options)
         if any(map(_is_integers, (*args, *options.values()))):
             corner = form(*map(_maximum, args), **{name: _maximum(option) for name, option in options.items()})

@@ -240,17 +240,19 @@ def total_counts(config, precision, load):
 
 @lru_cache(maxsize=256)
 def _cost_matrices(config, precision):
-    """Coefficients of the operations' costs, rows one after another: as Python ints, as floats, as int64 if they fit."""
+    """Coefficients of the operations' costs, rows one after another: as Python ints, as int64, and up to which sum int64
+    has room for every product."""
     by_field = coefficients(config, precision).transpose(1, 0, 2)  # (fields, operations, sums)
     costs = np.stack(Cost.of(Counts(*by_field)), axis=1)  # (operations, fields of Cost, sums)
     matrix = costs.reshape(-1, costs.shape[-1])
-    return matrix, matrix.astype(np.float64), matrix.astype(np.int64) if matrix.max() < 2**62 else None
+    largest_row = abs(matrix).sum(axis=1).max()  # some are negative: pairs that a mask throws away
+    return matrix, matrix.astype(np.int64) if largest_row < 2**63 else None, (2**63 - 1) // largest_row
 
 
 def operation_costs(config, precision, load):
     """`Cost` of each operation of a load of whole numbers: a list of [four Python ints]."""
-    matrix, as_float, as_int64 = _cost_matrices(config, precision)
+    matrix, as_int64, largest_sum = _cost_matrices(config, precision)
     sums = load.flat()
-    if as_int64 is not None and (as_float @ np.array(sums, dtype=np.float64)).max() < 2**62:
-        matrix = as_int64  # the same product, ten times as fast; the floats only rule out an overflow
+    if as_int64 is not None and max(sums) <= largest_sum:
+        matrix = as_int64  # the same product, ten times as fast
     return (matrix @ np.array(sums, dtype=matrix.dtype)).reshape(-1, len(Cost._fields)).tolist()
