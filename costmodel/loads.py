@@ -9,7 +9,7 @@ numbers are Python ints, which do not overflow.
 """
 
 import operator
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import numpy as np
@@ -58,10 +58,11 @@ class Load(NamedTuple):
         return (*self[:4], *[value for attention in self.attention for value in attention])
 
 
+@lru_cache(maxsize=256)
 def layers_by_window(config):
     """(window, number of layers that have it) for each window of the model, in order of appearance."""
     windows = config.windows
-    return [(window, windows.count(window)) for window in dict.fromkeys(windows)]
+    return tuple([(window, windows.count(window)) for window in dict.fromkeys(windows)])
 
 
 def forward_load(config, embedding_bytes, batch, n_cached, n_new, all_logits=False):

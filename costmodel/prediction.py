@@ -232,8 +232,9 @@ def roofline_s(phase, gpu, peak):
     vector_peak, bytes_per_s = gpu.vector_flops_per_s or float("inf"), gpu.memory_bytes_per_s
     compute, bandwidth = [], []
     for needed_flops, elementwise_flops, _, moved_bytes in phase.costs:
-        computing = max(needed_flops / peak, elementwise_flops / vector_peak)
-        moving = moved_bytes / bytes_per_s
+        computing, moving = needed_flops / peak, moved_bytes / bytes_per_s
+        if elementwise_flops / vector_peak > computing:
+            computing = elementwise_flops / vector_peak
         if computing > moving:
             compute.append(computing)
         else:

@@ -36,8 +36,7 @@ class _Layer:
         held, n_new = self.held, k.shape[2]
         first, stop = self.stop - held, self.stop + n_new
         if self.buffer is None or stop - self.base > self.buffer.shape[3]:
-            kept = held if self.keep is None else max(held, self.stop - self.keep)
-            self._make_room(kept, n_new, shape, limit)
+            self._make_room(self.n_kept(self.stop), n_new, shape, limit)
         new = slice(self.stop - self.base, stop - self.base)
         self.buffer[0, :, :, new] = k
         self.buffer[1, :, :, new] = v
@@ -62,21 +61,22 @@ class _Layer:
             self.buffer[:, :, :, :held] = old
         self.base = first
 
-    def restore(self, parts, shape, limit):
-        """Fill an empty layer from arrays (2, n_kv_heads, n, head_dim), end to end; takes the rows still to be seen
-        or kept."""
-        stop = sum([part.shape[2] for part in parts])
-        kept = stop if self.window is None else min(stop, self.window - 1)
-        kept = missing = kept if self.keep is None else max(kept, stop - self.keep)
-        self._make_room(0, kept, shape, limit)
-        self.base, self.stop = stop - kept, stop
+    def n_kept(self, stop):
+        """Rows to keep of `stop` positions: those that a later query can see, and those asked for."""
+        held = stop if self.window is None else min(stop, self.window - 1)
+        return held if self.keep is None else max(held, stop - self.keep)
+
+    def restore(self, parts, stop, buffer):
+        """Fill an empty layer from arrays (2, n_kv_heads, n, head_dim), end to end `stop` rows; takes those to keep."""
+        kept = missing = self.n_kept(stop)
+        self.buffer, self.base, self.stop = buffer, stop - kept, stop
         taken = []
         for part in reversed(parts):
             if missing > 0:
                 taken.append(part[:, :, -missing:])
                 missing -= part.shape[2]
         if taken:
-            np.concatenate(taken[::-1], axis=2, out=self.buffer[:, 0, :, :kept])
+            np.concatenate(taken[::-1], axis=2, out=buffer[:, 0, :, :kept])
 
     def copy(self):
         """A layer of the same rows that shares nothing with this one."""
@@ -247,11 +247,19 @@ class KVCache:
         parts : list of arrays (n_layers, 2, n_kv_heads, n, head_dim)
             Consecutive positions from 0 on; not looked at without values.
         """
-        for number, layer in enumerate(self._layers):
-            if self.numeric:
-                layer.restore([part[number] for part in parts], self._row_shape, self.capacity)
-            else:
+        if not self.numeric:
+            for layer in self._layers:
                 layer.stop = length
+            return
+        batch, n_kv_heads, head_dim = self._row_shape
+        row = 2 * batch * n_kv_heads * head_dim
+        sizes = [layer.n_kept(length) + GROWTH_ROWS for layer in self._layers]
+        # One piece of memory for all layers: it comes in large pages, where many small pieces fault page by page.
+        memory, at = np.empty(row * sum(sizes), np.float32), 0
+        for number, (layer, size) in enumerate(zip(self._layers, sizes)):
+            buffer = memory[row * at : row * (at + size)].reshape(2, batch, n_kv_heads, size, head_dim)
+            layer.restore([part[number] for part in parts], length, buffer)
+            at += size
 
     def fork(self):
         """A cache of the same rows; neither sees what the other appends."""
