@@ -13,7 +13,6 @@ from costmodel.profiles import gpu as gpu_profile
 from npinfer.config import whole
 from npinfer.errors import InputError, UnknownName
 from npinfer.ledger import Counts
-from npinfer.reuse import TIERS
 
 LEVELS = ("floor", "roofline", "expected")
 LONGEST_PREFIX = 2**24  # tokens; a break-even beyond it is none
@@ -38,6 +37,8 @@ def transfer_s(config, precision, gpu, n_cached, batch=1, tier="device"):
     Under a window only the rows still to be seen are moved.  None if they must
     cross the host link and the profile lacks its rate.
     """
+    from npinfer.reuse import TIERS  # and with it all that caches need
+
     if tier not in TIERS:
         raise UnknownName("tier", tier, TIERS)
     if tier == "device":

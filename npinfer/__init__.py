@@ -11,7 +11,6 @@ and its cost), model (the equations), kvcache and generate, in this order; then
 blocks and reuse (what the caches share), caches and sessions.
 """
 
-from npinfer.caches import PrefixCache, PromptCache
 from npinfer.config import ModelConfig, RopeScaling, preset, presets
 from npinfer.errors import CacheError, CheckpointError, ConfigError, InputError, ShapeError, UnknownName
 from npinfer.formats import Precision
@@ -19,8 +18,6 @@ from npinfer.generate import generate
 from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.model import Transformer
-from npinfer.reports import CachedStart
-from npinfer.sessions import SessionCache
 
 __all__ = [
     "CacheError",
@@ -44,3 +41,19 @@ __all__ = [
     "preset",
     "presets",
 ]
+
+# Loaded when first asked for: they bring threads and hashes, and a program without a cache need not wait for them.
+_CACHES = {
+    "CachedStart": "npinfer.reports",
+    "PrefixCache": "npinfer.caches",
+    "PromptCache": "npinfer.caches",
+    "SessionCache": "npinfer.sessions",
+}
+
+
+def __getattr__(name):
+    if name not in _CACHES:
+        raise AttributeError(f"module 'npinfer' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_CACHES[name]), name)

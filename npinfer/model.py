@@ -6,7 +6,6 @@ counted cannot differ.
 """
 
 from dataclasses import replace
-from hashlib import blake2b
 
 import numpy as np
 
@@ -131,6 +130,8 @@ class Transformer:
     def fingerprint(self):
         """32 bytes that tell this model from any other: config, formats, mode and weights; worked once."""
         if self._fingerprint is None:
+            from hashlib import blake2b
+
             digest = blake2b(repr((replace(self.config, name=""), self.precision, self.numeric)).encode(), digest_size=32)
             for values in self.weights.values() if self.numeric else ():
                 digest.update(np.ascontiguousarray(values))
