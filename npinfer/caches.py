@@ -59,6 +59,7 @@ class PrefixCache(Cache):
                 _, cache, _ = self._compute(ids, use, n_full * self.block_size)
                 pieces = self._copied(ids, n_full, cache, partly_filled=True)
                 with self._lock:
+                    self._settle()  # what was given back meanwhile is room
                     if self._keep(self._history, use, n_full, pieces) is None:
                         raise CacheError(
                             f"the prefix needs {nbytes} bytes and does not fit the budget of {self.store.capacity} "
@@ -135,6 +136,7 @@ class PromptCache(Cache):
             exact = ids[: found[0].at] if approximate else ids  # what follows must not be taken for this history's rows
             pieces = self._copied(exact, len(chain), cache, partly_filled=False)
             with self._lock:
+                self._settle()  # what was given back meanwhile is room
                 dropped = self._keep(self._history, use, len(chain), pieces)
                 if self._segments:
                     self._segments.add(use)

@@ -179,7 +179,7 @@ class Cache:
         Returns
         -------
         list of Block or None
-            Those dropped to make room; None, with nothing changed, if there is none to be made.
+            Those dropped to make room; None, with nothing dropped or added, if there is none to be made.
         """
         chain, new = use[:n_full], list(pieces)
         n_tokens = n_full * self.block_size + sum([len(ids) // 8 for ids, _ in pieces])

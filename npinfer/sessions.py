@@ -278,6 +278,7 @@ class Session:
                     seen = np.concatenate([ids, generated]).astype("<i8")
             pieces = sessions._copied(seen[: cache.length], n_kept, cache, partly_filled=True)
             with sessions._lock:
+                sessions._settle()  # what was given back meanwhile is room
                 dropped = sessions._replace(state, n_kept, pieces, seen)
                 report = sessions._report(ids, n_matched, warm, len(dropped or ()))
         except BaseException:

@@ -530,7 +530,7 @@ def test_what_is_held_is_exact_whatever_was_reused(name, kv, prompts, size, n_to
     caches = [segmented(name, kv, size, numeric, **settings) for numeric in (True, False)]
     seen, starts = {}, []
     for ids in prompts:
-        with Ledger() as ledger:
+        with Ledger():
             start, other = [cache.prefill(ids) for cache in caches][:2]
         report = start.report
         assert other.report == report
@@ -721,3 +721,18 @@ def test_a_shape_only_start_has_no_deviation():
     start = PromptCache(Transformer.shape_only(CONFIGS["T1"], FP32)).prefill([1, 2])
     with pytest.raises(InputError, match="shape-only run has none"):
         start.deviation()
+
+
+def test_what_is_given_back_during_a_forward_is_room(monkeypatch):
+    """Another thread's start may end while this one computes; its rows are no reason to refuse."""
+    cache, _ = cache_of("prompt", block_size=2, capacity_bytes=4 * 128)
+    held = cache.prefill([1, 2, 3, 4])
+    attention = ops.attention
+
+    def released_meanwhile(*operands, **static):
+        held.release()
+        return attention(*operands, **static)
+
+    monkeypatch.setattr(ops, "attention", released_meanwhile)
+    cache.prefill([5, 6]).release()
+    assert cache.stats.refused == 0 and cache.stats.evicted == 1

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 import costmodel
 from costmodel.formulas import n_parameters, n_streamed_parameters
