@@ -10,7 +10,7 @@ import numpy as np
 from costmodel import formulas, loads, operations
 from costmodel.prediction import compute_format, predict
 from costmodel.profiles import gpu as gpu_profile
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.errors import InputError, UnknownName
 from npinfer.ledger import Counts
 

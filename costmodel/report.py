@@ -12,7 +12,7 @@ from costmodel.loads import decode_load, forward_load
 from costmodel.operations import operation_counts, sample_counts, stored_rows_bytes
 from costmodel.prediction import predict_from
 from npinfer import Ledger, Precision, generate
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.ledger import Counts
 from npinfer.ops import BLOCK_ELEMENTS
 from npinfer.weights import layer_tensors, model_tensors

@@ -11,13 +11,15 @@ and its cost), model (the equations), kvcache and generate, in this order; then
 blocks and reuse (what the caches share), caches and sessions.
 """
 
-from npinfer.config import ModelConfig, RopeScaling, preset, presets
+from npinfer.config import ModelConfig, preset, presets
 from npinfer.errors import CacheError, CheckpointError, ConfigError, InputError, ShapeError, UnknownName
 from npinfer.formats import Precision
 from npinfer.generate import generate
 from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.model import Transformer
+from npinfer.parts import Experts, Latent
+from npinfer.scaling import DynamicScaling, LinearScaling, RopeScaling, YarnScaling
 
 __all__ = [
     "CacheError",
@@ -25,9 +27,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Counts",
+    "DynamicScaling",
+    "Experts",
     "InputError",
     "KVCache",
+    "Latent",
     "Ledger",
+    "LinearScaling",
     "ModelConfig",
     "Precision",
     "PrefixCache",
@@ -37,6 +43,7 @@ __all__ = [
     "ShapeError",
     "Transformer",
     "UnknownName",
+    "YarnScaling",
     "generate",
     "preset",
     "presets",

@@ -5,7 +5,7 @@ Both are policies over `npinfer.reuse.Cache`: what to look for, and what to keep
 
 import time
 
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.errors import CacheError
 from npinfer.reuse import Cache
 from npinfer.segments import SegmentIndex

@@ -5,56 +5,40 @@ translated in `npinfer.hf` only.  `preset` reads the shapes of known models
 from presets.toml.
 """
 
-import operator
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
+from typing import NamedTuple
 
+from npinfer import scaling
+from npinfer.checks import MAX_LAYERS, flag, one_of, positive, settle, whole
 from npinfer.errors import ConfigError
+from npinfer.parts import Experts, Latent
+from npinfer.scaling import Scaling
 from npinfer.tables import read_table, table_names
 
 PRESETS = os.path.join(os.path.dirname(__file__), "presets.toml")
-MAX_SIZE = 2**31  # a dimension beyond this is a typing error, not a model
-MAX_LAYERS = 2**16  # layers are Python objects: a hundred times the deepest model published
+MLP_ACTS = ("swiglu", "geglu", "gelu", "clamped_swiglu")
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretching of RoPE wavelengths for contexts beyond the trained one.
-
-    Source: Llama 3.1 model release, `rope_scaling` of type "llama3" in its config.json.
+class LayerKind(NamedTuple):
+    """What a layer may differ in from its neighbours.
 
     Attributes
     ----------
-    factor : float
-        Long wavelengths are stretched by this.
-    low_freq_factor, high_freq_factor : float
-        Wavelengths above `original_max_context` / low are stretched whole,
-        below `original_max_context` / high not at all, between in proportion.
-    original_max_context : int
-        Context length, in tokens, of the original training.
+    window : int or None
+        Its sliding window; None: a query sees everything before it.
+    sparse : bool
+        Whether its MLP is a mixture of experts.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_context: int
-
-    def __post_init__(self):
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            object.__setattr__(self, name, _number(f"rope_scaling {name}", getattr(self, name)))
-        context = whole("rope_scaling original_max_context", self.original_max_context)
-        object.__setattr__(self, "original_max_context", context)
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError(
-                f"rope_scaling low_freq_factor is {self.low_freq_factor:g}, expected below "
-                f"high_freq_factor {self.high_freq_factor:g}"
-            )
+    window: int | None
+    sparse: bool
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and settings of a decoder-only transformer of the Llama family.
+    """Shape and settings of a decoder-only transformer.
 
     Parameters
     ----------
@@ -62,18 +46,47 @@ class ModelConfig:
     n_kv_heads : int, optional
         Heads that K and V have; divides `n_heads`.  Default `n_heads`.
     head_dim : int, optional
-        Width of a head, even (RoPE turns pairs).  Default `d_model / n_heads`.
+        Width of a head.  Default `d_model / n_heads`.
     tie_embeddings : bool
         Whether the head multiplies by the embedding matrix.
     qkv_bias, o_bias, mlp_bias : bool
         Whether those projections add a bias.
     sliding_window : int, optional
-        A query sees itself and the `sliding_window - 1` positions before it.
+        A query sees itself and the `sliding_window - 1` positions before it,
+        in the layers that `window_pattern` says, repeated over the layers.
+    window_pattern : tuple of bool
     rope_theta : float
-    rope_scaling : RopeScaling, optional
+    rope_scaling : optional
+        A record of `npinfer.scaling`.
+    rotary_dim : int, optional
+        Leading elements of a head that RoPE rotates, even.  Default all.
+    local_rope_theta : float, optional
+        Of layers with a window, which are then not scaled.  Default `rope_theta`, scaled.
+    learned_positions : bool
+        A table of `max_context` positions added to the embedding, and no RoPE.
+    norm : {"rms", "layer"}
+        "layer" subtracts the mean and has a bias.
+    pre_norm, post_norm : bool
+        Norms before attention and MLP, and behind them before the residual.
+    qk_norm : {None, "head", "full"}
+        RMS norm of queries and keys, by head or over the whole projection.
+    mlp_act : {"swiglu", "geglu", "gelu", "clamped_swiglu"}
+        "gelu" has no gate; the clamped one has `act_limit` and `act_alpha`.
+    act_limit, act_alpha : float, optional
+    attn_scale : float, optional
+        Multiplies scores.  Default `head_dim ** -0.5`.
+    attn_softcap, final_softcap : float, optional
+        Scores, or logits, become cap * tanh(x / cap).
+    attn_sinks : bool
+        Whether the softmax of each head has one more, learned element.
+    scale_embeddings : bool
+        Whether embedding rows are multiplied by sqrt(d_model).
+    experts : Experts, optional
+    latent : Latent, optional
     norm_eps : float
     max_context : int, optional
-        Positions the model was trained for; for information, nothing is refused beyond it.
+        Positions the model was trained for; for information, nothing is
+        refused beyond it but where positions are learned.
     eos_token_ids : tuple of int
     name : str
         Not part of equality.
@@ -97,17 +110,35 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_window: int | None = None
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-5
     max_context: int | None = None
     eos_token_ids: tuple = ()
+    window_pattern: tuple = (True,)
+    rotary_dim: int | None = None
+    local_rope_theta: float | None = None
+    learned_positions: bool = False
+    norm: str = "rms"
+    pre_norm: bool = True
+    post_norm: bool = False
+    qk_norm: str | None = None
+    mlp_act: str = "swiglu"
+    act_limit: float | None = None
+    act_alpha: float | None = None
+    attn_scale: float | None = None
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    attn_sinks: bool = False
+    scale_embeddings: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
     name: str = field(default="custom", compare=False)
 
     def __post_init__(self):
-        self._set("n_layers", whole("n_layers", self.n_layers, most=MAX_LAYERS))
-        for size in ("d_model", "n_heads", "d_ff", "vocab_size"):
-            self._set(size, whole(size, getattr(self, size)))
-        self._set("n_kv_heads", whole("n_kv_heads", self.n_heads if self.n_kv_heads is None else self.n_kv_heads))
+        settle(self, whole, "n_layers", most=MAX_LAYERS)
+        if self.n_kv_heads is None:
+            self._set("n_kv_heads", self.n_heads)
+        settle(self, whole, "d_model", "n_heads", "d_ff", "vocab_size", "n_kv_heads")
         if self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads is {self.n_heads}, expected a multiple of n_kv_heads {self.n_kv_heads}: "
@@ -118,24 +149,47 @@ class ModelConfig:
                 f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}; give head_dim (--head-dim)"
             )
         self._set("head_dim", whole("head_dim", self.d_model // self.n_heads if self.head_dim is None else self.head_dim))
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim is {self.head_dim}, expected an even number: RoPE rotates pairs")
-        for size in ("sliding_window", "max_context"):
-            if getattr(self, size) is not None:
-                self._set(size, whole(size, getattr(self, size)))
-        for flag in ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"):
-            if not isinstance(getattr(self, flag), bool):
-                raise ConfigError(f"{flag} is {getattr(self, flag)!r}, expected true or false")
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise ConfigError(f"rope_scaling is {self.rope_scaling!r}, expected a RopeScaling or None")
+        settle(self, whole, "sliding_window", "max_context", "rotary_dim")
+        settle(self, flag, *[each.name for each in fields(self) if each.type is bool])
+        settle(self, positive, "rope_theta", "norm_eps", "local_rope_theta", "act_limit", "act_alpha")
+        settle(self, positive, "attn_scale", "attn_softcap", "final_softcap")
+        one_of("norm", self.norm, ("rms", "layer"))
+        one_of("qk_norm", self.qk_norm, (None, "head", "full"))
+        one_of("mlp_act", self.mlp_act, MLP_ACTS)
+        for name, kind, kinds in (
+            ("rope_scaling", Scaling, "RopeScaling (or Linear-, Dynamic-, YarnScaling)"),
+            ("experts", Experts, "npinfer.Experts"),
+            ("latent", Latent, "npinfer.Latent"),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{name} is {value!r}, expected a {kinds} or None")
         if not isinstance(self.eos_token_ids, list | tuple):
             raise ConfigError(f"eos_token_ids is {self.eos_token_ids!r}, expected a tuple of token ids")
         self._set("eos_token_ids", tuple([whole("eos_token_id", token, least=0) for token in self.eos_token_ids]))
-        self._set("rope_theta", _number("rope_theta", self.rope_theta))
-        self._set("norm_eps", _number("norm_eps", self.norm_eps))
+        if not isinstance(self.window_pattern, list | tuple) or not self.window_pattern:
+            raise ConfigError(f"window_pattern is {self.window_pattern!r}, expected a tuple of true and false")
+        self._set("window_pattern", tuple([flag("window_pattern", has) for has in self.window_pattern]))
+        self._check_together()
 
-    def _set(self, name, value):
-        object.__setattr__(self, name, value)
+    def _check_together(self):
+        """Raise `ConfigError` where fields that are right by themselves contradict each other."""
+        if self.rope_dim % 2:
+            name = "rotary_dim" if self.rotary_dim else "head_dim"
+            raise ConfigError(f"{name} is {self.rope_dim}, expected an even number: RoPE rotates pairs")
+        widest = self.head_dim - 1 if self.latent else self.head_dim  # a latent's head has a part without position
+        if self.rope_dim > widest:
+            raise ConfigError(f"{self.rope_dim} elements of a head are rotated, expected at most {widest} (head_dim {self.head_dim})")
+        if self.learned_positions and self.max_context is None:
+            raise ConfigError("learned_positions needs max_context: the table has a row for each position")
+        if self.latent and (self.n_kv_heads != self.n_heads or self.qk_norm or self.qkv_bias or self.learned_positions):
+            raise ConfigError("a latent goes with n_kv_heads equal to n_heads, and without qk_norm, qkv_bias and learned_positions")
+        if (self.mlp_act == "clamped_swiglu") != (self.act_limit is not None and self.act_alpha is not None):
+            raise ConfigError("act_limit and act_alpha go with mlp_act 'clamped_swiglu', both")
+        if self.experts and self.mlp_act == "gelu":
+            raise ConfigError("mlp_act is 'gelu', which has no gate; experts here have one")
+        if not (self.pre_norm or self.post_norm):
+            raise ConfigError("pre_norm and post_norm are both false; a layer has one of them, or both")
 
     @classmethod
     def from_hf(cls, source):
@@ -155,17 +209,54 @@ class ModelConfig:
 
         return config_from_hf(source)
 
+    def _set(self, name, value):
+        object.__setattr__(self, name, value)
+
+    @property
+    def gated(self):
+        """Whether the MLP multiplies by a gate."""
+        return self.mlp_act != "gelu"
+
+    @property
+    def rope_dim(self):
+        """Elements of a head that RoPE rotates; 0 where positions are learned."""
+        if self.learned_positions:
+            return 0
+        if self.latent:
+            return self.latent.rope_dim
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def value_dim(self):
+        """Width of a value head."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    @property
+    def kv_shape(self):
+        """(parts, heads, width) of what one token adds to the cache of one layer: a key and a value, or one latent row."""
+        if self.latent:
+            return 1, 1, self.latent.kv_rank + self.latent.rope_dim
+        return 2, self.n_kv_heads, self.head_dim
+
     @property
     def windows(self):
         """Sliding window of each layer, None where a layer sees everything before it."""
-        return (self.sliding_window,) * self.n_layers
+        pattern = self.window_pattern
+        return tuple([self.sliding_window if pattern[layer % len(pattern)] else None for layer in range(self.n_layers)])
+
+    @property
+    def kinds(self):
+        """`LayerKind` of each layer."""
+        dense = range(self.n_layers) if self.experts is None else self.experts.dense_layers
+        dense = frozenset(dense)
+        return tuple([LayerKind(window, layer not in dense) for layer, window in enumerate(self.windows)])
 
     def runs(self):
-        """Neighbouring layers of the same shape, as (range of layers, window)."""
+        """Neighbouring layers of the same kind, as (range of layers, `LayerKind`)."""
         start = 0
-        for window, layers in groupby(self.windows):
+        for kind, layers in groupby(self.kinds):
             stop = start + len(list(layers))
-            yield range(start, stop), window
+            yield range(start, stop), kind
             start = stop
 
     def resized(self, **sizes):
@@ -190,31 +281,6 @@ class ModelConfig:
         return replace(self, **sizes, name=name)
 
 
-def whole(name, value, least=1, most=MAX_SIZE):
-    """`value` as an int from `least` to `most`, or a `ConfigError` that names it."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}, expected a whole number")
-    if not least <= number <= most:
-        limit = f"2**{most.bit_length() - 1}" if most in (MAX_SIZE, MAX_LAYERS) else most
-        raise ConfigError(f"{name} is {number}, expected from {least} to {limit}")
-    return number
-
-
-def _number(name, value):
-    """`value` as a float if it is a positive finite number, or a `ConfigError` that names it."""
-    try:
-        number = 0.0 if isinstance(value, bool | str) else float(value)  # a NumPy scalar would widen what it meets
-    except (TypeError, ValueError, OverflowError):
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise ConfigError(f"{name} is {value!r:.40}, expected a positive number")
-    return number
-
-
 def presets():
     """Names of the models that `preset` knows."""
     return table_names(PRESETS)
@@ -231,6 +297,9 @@ def preset(name):
     table = read_table(PRESETS, name, "model")
     del table["source"]
     table.pop("note", None)
+    for part, kind in (("experts", Experts), ("latent", Latent)):
+        if part in table:
+            table[part] = kind(**table[part])
     if "rope_scaling" in table:
-        table["rope_scaling"] = RopeScaling(**table["rope_scaling"])
+        table["rope_scaling"] = scaling.of_kind(**table["rope_scaling"])
     return ModelConfig(name=name, **table)

@@ -6,7 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from npinfer import ops
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.ledger import forward
 from npinfer.specs import Array, spec
 

@@ -12,7 +12,8 @@ import json
 import os
 from typing import NamedTuple
 
-from npinfer.config import ModelConfig, RopeScaling
+from npinfer.config import ModelConfig
+from npinfer.scaling import RopeScaling
 from npinfer.errors import ConfigError
 
 # Published key -> ours; the value is taken as it is.  Those that must be there, and those that may be null.

@@ -10,7 +10,7 @@ import operator
 
 import numpy as np
 
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.errors import CacheError, ShapeError
 from npinfer.formats import rounded
 

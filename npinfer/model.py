@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 
 from npinfer import ops
-from npinfer.config import ModelConfig, whole
+from npinfer.checks import whole
+from npinfer.config import ModelConfig
 from npinfer.errors import CacheError, InputError
 from npinfer.formats import Precision
 from npinfer.kvcache import KVCache

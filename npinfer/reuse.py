@@ -24,7 +24,7 @@ from functools import lru_cache, partial
 
 from npinfer import ops
 from npinfer.blocks import Block, BlockStore, as_ids, common_prefix, n_bytes, root_key
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.errors import CacheError, UnknownName
 from npinfer.generate import no_tokens
 from npinfer.ledger import Ledger, forward

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from npinfer.blocks import BlockStore, common_prefix
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.errors import CacheError, InputError
 from npinfer.generate import decode_greedily
 from npinfer.ledger import forward

@@ -84,7 +84,7 @@ def test_settings_that_counts_do_not_show():
     assert (llama.rope_theta, llama.norm_eps, llama.max_context) == (500000.0, 1e-5, 131072)
     assert preset("mistral-7b").sliding_window is None
     assert preset("mistral-7b-v0.1").windows == (4096,) * 32
-    assert list(preset("mistral-7b-v0.1").runs()) == [(range(32), 4096)]
+    assert list(preset("mistral-7b-v0.1").runs()) == [(range(32), (4096, False))]
     assert preset("llama-3.2-1b").tie_embeddings
 
 

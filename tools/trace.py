@@ -15,7 +15,7 @@ from trace_text import as_text
 import costmodel
 import npinfer
 from costmodel import report
-from npinfer.config import whole
+from npinfer.checks import whole
 from npinfer.generate import no_tokens
 from npinfer.weights import random_source
 
