@@ -73,7 +73,7 @@ ALLOWED = {
     "kv": ("fp32", "fp16", "bf16", "fp8", "int8"),
     "activations": ("fp32", "fp16", "bf16", "fp8"),
 }
-NUMERIC = {"weights": ("fp32", "fp16", "bf16", "int8"), "kv": ("fp32", "fp16", "bf16")}
+NUMERIC = {"weights": ("fp32", "fp16", "bf16", "int8", "int4"), "kv": ("fp32", "fp16", "bf16", "int8")}
 
 
 def mixed_format(bits_per_weight):
@@ -164,20 +164,44 @@ def rounded(x, format_):
     return np.where(np.isnan(x), x, nearest)
 
 
-def quantised(matrix):
-    """int8 codes of a (d_out, d_in) matrix and one scale per output channel.
+def quantised(values, format_):
+    """Codes of an int8 or int4 array and the fp16 scales of its rows, or of their groups.
 
-    Symmetric rounding to [-127, 127]; the scale is max |w| / 127, rounded to
-    fp16 as it is stored, and the codes are made with that rounded scale.
+    Symmetric rounding to [-127, 127], or [-7, 7]; a scale is the largest |value|
+    over the largest code, rounded to fp16 as it is stored, and the codes are
+    made with that rounded scale.
+
+    Parameters
+    ----------
+    values : float32 array (..., d)
+    format_ : Format
 
     Returns
     -------
-    codes : float32 array (d_out, d_in) of whole numbers
-    scales : float32 array (d_out,)
+    codes : float32 array (..., d) of whole numbers
+    scales : float32 array (..., n_groups), n_groups = 1 where a whole row shares one
     """
-    scales = np.abs(matrix).max(axis=1, initial=0) / np.float32(127)
-    scales = rounded(scales.astype(np.float32), "fp16")
-    # A channel too small for an fp16 scale (or all zero) is stored as zeros.
-    divisor = np.where(scales > 0, scales, np.float32(np.inf))[:, None]
-    codes = np.clip(np.rint(matrix / divisor), np.float32(-127), np.float32(127))
-    return codes.astype(np.float32, copy=False), scales
+    d = values.shape[-1]
+    largest_code = np.float32(2 ** (format_.bits - 1) - 1)
+    largest = np.maximum.reduceat(np.abs(values), range(0, d, format_.group or d), axis=-1)
+    scales = rounded(largest / largest_code, "fp16")
+    # A group too small for an fp16 scale (or all zero) is stored as zeros.
+    codes = np.rint(values / spread(np.where(scales > 0, scales, np.float32(np.inf)), d, format_))
+    return np.clip(codes, -largest_code, largest_code, out=codes), scales
+
+
+def spread(scales, d, format_):
+    """The scale of each element of rows of `d`: (..., n_groups) -> (..., d), or (..., 1) where a row shares one."""
+    return np.repeat(scales, format_.group, axis=-1)[..., :d] if format_.group else scales
+
+
+def held(values, format_):
+    """KV rows (..., d) as a cache holds them: rounded, or codes with their scale as one more column."""
+    if format_.group is None:
+        return rounded(values, format_)
+    return np.concatenate(quantised(values, format_), axis=-1)
+
+
+def unheld(rows, format_):
+    """The values of rows that `held` made."""
+    return rows if format_.group is None else rows[..., :-1] * rows[..., -1:]

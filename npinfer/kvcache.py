@@ -12,7 +12,7 @@ import numpy as np
 
 from npinfer.checks import whole
 from npinfer.errors import CacheError, ShapeError
-from npinfer.formats import rounded
+from npinfer.formats import held
 
 GROWTH_ROWS = 256  # without a declared capacity, buffers grow by at least this
 
@@ -46,7 +46,7 @@ class _Layer:
 
     def _make_room(self, held, n_new, shape, limit):
         """Move the held rows to the front, of a larger buffer if they would fill more than half of this one."""
-        batch, n_kv_heads, head_dim = shape
+        batch, n_kv_heads, width = shape
         first = self.stop - held
         old = None if self.buffer is None else self.buffer[:, :, :, first - self.base : self.stop - self.base]
         size = 0 if old is None else self.buffer.shape[3]
@@ -56,7 +56,7 @@ class _Layer:
             else:  # twice a window lets W - 1 steps pass between two moves
                 size = held + n_new + max(GROWTH_ROWS, held // 2 if self.window is None else self.window)
                 size = size if limit is None else min(size, max(limit, held + n_new))
-            self.buffer = np.empty((2, batch, n_kv_heads, size, head_dim), np.float32)
+            self.buffer = np.empty((2, batch, n_kv_heads, size, width), np.float32)
         if held:
             self.buffer[:, :, :, :held] = old
         self.base = first
@@ -67,7 +67,7 @@ class _Layer:
         return held if self.keep is None else max(held, stop - self.keep)
 
     def restore(self, parts, stop, buffer):
-        """Fill an empty layer from arrays (2, n_kv_heads, n, head_dim), end to end `stop` rows; takes those to keep."""
+        """Fill an empty layer from arrays (2, n_kv_heads, n, width), end to end `stop` rows; takes those to keep."""
         kept = missing = self.n_kept(stop)
         self.buffer, self.base, self.stop = buffer, stop - kept, stop
         taken = []
@@ -95,7 +95,8 @@ class KVCache:
     config : ModelConfig
     format_ : Format
         Storage format: values are rounded to it when they are appended, and
-        bytes are counted in it.  The arrays themselves are float32.
+        bytes are counted in it.  The arrays themselves are float32; rows of
+        int8 are codes, with their scale as one more column.
     batch : int
     capacity : int, optional
         Positions it can take, windows included; buffers are made once.
@@ -109,6 +110,8 @@ class KVCache:
     ----------
     length : int
         Positions appended so far, in every layer.
+    width : int
+        Columns of a row: head_dim, and the scale of an int8 cache.
     nbytes : int
         Stored bytes of the rows held (not of the capacity).
     """
@@ -117,7 +120,8 @@ class KVCache:
         self.config, self.format, self.numeric, self.weights = config, format_, numeric, weights
         self.batch = whole("batch", batch)
         self.capacity = None if capacity is None else whole("capacity", capacity)
-        self._row_shape = (self.batch, config.n_kv_heads, config.head_dim)
+        self._row_shape = self.batch, config.n_kv_heads, config.head_dim
+        self.width = config.head_dim + (format_.group is not None)  # columns of a buffer
         self._layers = [_Layer(window) for window in config.windows]
 
     @property
@@ -160,7 +164,7 @@ class KVCache:
 
         Returns
         -------
-        keys, values : float32 array (batch, n_kv_heads, n_visible, head_dim)
+        keys, values : float32 array (batch, n_kv_heads, n_visible, width)
             Views of all rows that the new queries may see, the new ones last;
             None without values.
 
@@ -184,8 +188,8 @@ class KVCache:
             self.check_room(n_new)
         if self.numeric:
             (layer,) = layers
-            k, v = [rounded(np.asarray(rows, np.float32), self.format) for rows in (k, v)]
-            return self._layers[layer].write(k, v, self._row_shape, self.capacity)
+            k, v = [held(np.asarray(rows, np.float32), self.format) for rows in (k, v)]
+            return self._layers[layer].write(k, v, (batch, n_kv_heads, self.width), self.capacity)
         for layer in layers:
             self._layers[layer].stop += n_new
         return None, None
@@ -230,7 +234,7 @@ class KVCache:
 
         Returns
         -------
-        float32 array (n_layers, 2, n_kv_heads, stop - start, head_dim), read-only
+        float32 array (n_layers, 2, n_kv_heads, stop - start, width), read-only
             A copy; None without values.
         """
         if not self.numeric:
@@ -244,20 +248,20 @@ class KVCache:
 
         Parameters
         ----------
-        parts : list of arrays (n_layers, 2, n_kv_heads, n, head_dim)
+        parts : list of arrays (n_layers, 2, n_kv_heads, n, width)
             Consecutive positions from 0 on; not looked at without values.
         """
         if not self.numeric:
             for layer in self._layers:
                 layer.stop = length
             return
-        batch, n_kv_heads, head_dim = self._row_shape
-        row = 2 * batch * n_kv_heads * head_dim
+        batch, n_kv_heads, _ = self._row_shape
+        row = 2 * batch * n_kv_heads * self.width
         sizes = [layer.n_kept(length) + GROWTH_ROWS for layer in self._layers]
         # One piece of memory for all layers: it comes in large pages, where many small pieces fault page by page.
         memory, at = np.empty(row * sum(sizes), np.float32), 0
         for number, (layer, size) in enumerate(zip(self._layers, sizes)):
-            buffer = memory[row * at : row * (at + size)].reshape(2, batch, n_kv_heads, size, head_dim)
+            buffer = memory[row * at : row * (at + size)].reshape(2, batch, n_kv_heads, size, self.width)
             layer.restore([part[number] for part in parts], length, buffer)
             at += size
 

@@ -22,10 +22,12 @@ from functools import lru_cache, wraps
 import numpy as np
 
 from npinfer.errors import ShapeError
+from npinfer.formats import spread
 from npinfer.ledger import Counts, cost, record
 from npinfer.specs import Array, Spec, spec
 
 BLOCK_ELEMENTS = 2**21  # scores held at once: 8 MiB, however long the prompt
+TILE_ELEMENTS = 2**18  # weights widened at once: 1 MiB, which a cache holds until they are multiplied
 
 
 def operation(rule):
@@ -70,8 +72,14 @@ def embed(tokens, table):
     -----
     The one weight of which a forward does not read everything: N rows.
     """
-    rows = table.rows[tokens.ravel()]
-    return rows if table.scales is None else rows * table.scales[tokens.ravel(), None]
+    ids = tokens.ravel()
+    return table.rows[ids] if table.scales is None else widened(table, ids)
+
+
+def widened(matrix, rows):
+    """Some rows of a matrix that has scales, each element multiplied by its own."""
+    codes = matrix.rows[rows]
+    return codes * spread(matrix.scales[rows], codes.shape[-1], matrix.format)
 
 
 def _rms_norm_rule(x, gain, eps):
@@ -144,9 +152,16 @@ def linear(x, w):
     on memory while a long prefill waits on arithmetic.  Projections that share
     an input are one product, and still counted one by one.
     """
-    out = x @ w.rows.T
-    if w.scales is not None:
-        out *= w.scales
+    if w.format.group:  # scales of groups of inputs: widened in tiles, so that they never are all at once
+        out = np.empty((len(x), len(w.rows)), x.dtype)
+        n_rows = max(1, TILE_ELEMENTS // x.shape[-1])
+        for start in range(0, len(w.rows), n_rows):
+            tile = slice(start, start + n_rows)
+            out[:, tile] = x @ widened(w, tile).T
+    else:
+        out = x @ w.rows.T
+        if w.scales is not None:
+            out *= w.scales[:, 0]
     if w.bias is not None:
         out += w.bias
     return out if len(w.splits) == 1 else [out[:, part] for part in w.splits]
@@ -207,7 +222,7 @@ def kv_append(cache, layers, k, v):
     Returns
     -------
     keys, values : Array (B, n_kv_heads, S, head_dim)
-        Views of the cache.
+        Views of the cache, an int8 one's with the scale of each row as one more column.
     """
     visible, costs = _kv_append_rule(k.spec, v.spec, cache.n_visible(layers[0]), cache.format)
     numeric = k.data is not None
@@ -283,6 +298,9 @@ def attention(q, k, v, *, scale, window):
     n_past = n_keys - n_new
     grouped = (batch, n_kv_heads, n_heads // n_kv_heads, n_new, head_dim)
     out = np.empty((batch, n_new, n_heads, head_dim), q.dtype)
+    scales = k.shape[-1] > head_dim  # of an int8 cache: one more column
+    k_scales, v_scales = k[..., None, None, :, -1], v[..., None, None, :, -1]
+    k, v = k[..., :head_dim], v[..., :head_dim]
     q, mixed = q.reshape(grouped), out.swapaxes(1, 2).reshape(grouped)
     if n_new == 1:  # the heads of a group become the rows of one product
         q, mixed = q.swapaxes(2, 3), mixed.swapaxes(2, 3)
@@ -295,9 +313,14 @@ def attention(q, k, v, *, scale, window):
         block = slice(None) if n_new == 1 else slice(start, stop)
         scores = q[..., block, :] @ k[..., first:last, :].swapaxes(-1, -2)
         scores *= scale
+        if scales:
+            scores *= k_scales[..., first:last]
         if n_new > 1:
             np.copyto(scores, -np.inf, where=hidden(n_past + start - first, n_past + stop - first, window))
-        mixed[..., block, :] = softmax(scores) @ v[..., first:last, :]
+        softmax(scores)
+        if scales:
+            scores *= v_scales[..., first:last]
+        mixed[..., block, :] = scores @ v[..., first:last, :]
     return out.reshape(batch * n_new, n_heads * head_dim)
 
 

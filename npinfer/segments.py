@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from npinfer import ops
+from npinfer.formats import unheld
 from npinfer.ledger import Counts, record
 from npinfer.specs import Array, spec
 
@@ -106,6 +107,7 @@ def load_segment(model, cache, segment):
     shape = (1, config.n_kv_heads, segment.n, config.head_dim)
     if model.numeric:
         rows = np.concatenate([block.payload for block in segment.blocks], axis=3)[..., segment.skip :, :]
+        rows = unheld(rows, cache.format)
         rotation = model.rope.rotation_by(segment.at - segment.source)
         for layer, (keys, values) in enumerate(rows):
             keys = keys[None] if rotation is None else ops.rope.__wrapped__(keys[None], rotation)

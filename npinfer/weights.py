@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from npinfer.formats import quantised, rounded
+from npinfer.formats import Format, quantised, rounded
 from npinfer.specs import Array, spec
 
 
@@ -23,16 +23,20 @@ class Matrix(NamedTuple):
     Attributes
     ----------
     rows : float32 array (sum of d_out, d_in)
-        Values rounded to the storage format; for int8, the codes.
-    scales, bias : float32 array (sum of d_out,) or None
+        Values rounded to the storage format; for int8 and int4, the codes.
+    scales : float32 array (sum of d_out, n_groups) or None
+        One for each row (int8) or each `format.group` inputs of it (int4).
+    bias : float32 array (sum of d_out,) or None
     splits : tuple of slice
         The columns of the product that belong to each projection.
+    format : Format
     """
 
     rows: np.ndarray
     scales: np.ndarray | None
     bias: np.ndarray | None
     splits: tuple
+    format: Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +174,15 @@ class _Builder:
         ]
         rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         scales = None
-        if self.matrix_format == "int8":
-            rows, scales = quantised(rows)
+        if self.matrix_format.group is not None:
+            rows, scales = quantised(rows, self.matrix_format)
         else:
             rows = rounded(rows, self.matrix_format)
         splits, start = [], 0
         for part in parts:
             splits.append(slice(start, start + len(part)))
             start += len(part)
-        return Matrix(rows, scales, np.concatenate(biases) if biases else None, tuple(splits))
+        return Matrix(rows, scales, np.concatenate(biases) if biases else None, tuple(splits), self.matrix_format)
 
 
 def random_source(seed):

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from costmodel.formulas import forward_counts
 from npinfer import Counts, Ledger, ModelConfig, Precision, Transformer
 from npinfer.blocks import BlockStore
+from npinfer.formats import FORMATS, unheld
 from npinfer.reports import CacheStats
 from strategies import FP32, T1
 
@@ -205,9 +206,9 @@ GROUPED = ModelConfig(3, 14, 6, 9, 32, n_kv_heads=3, head_dim=6, qkv_bias=True, 
 ONE_LAYER = ModelConfig(1, 16, 4, 24, 32, n_kv_heads=2, head_dim=4, name="one layer")
 ONE_LAYER_WINDOW = ModelConfig(1, 16, 4, 24, 32, n_kv_heads=2, head_dim=4, sliding_window=5, name="one layer, window")
 CONFIGS = {config.name: config for config in (T1, WINDOW, NARROW, GROUPED, ONE_LAYER, ONE_LAYER_WINDOW)}
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2}
-# Rows that were rounded to fp16 may be rounded the other way after another order of summation.
-TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3}
+ELEMENT_BYTES, SCALE_BYTES = {"fp32": 4, "fp16": 2, "int8": 1}, {"fp32": 0, "fp16": 0, "int8": 2}
+# Rows that were rounded may be rounded the other way after another order of summation.
+TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "int8": 0.1}
 
 
 def model(name="T1", kv="fp32", numeric=True):
@@ -223,7 +224,7 @@ def _model(name, kv, numeric):
 def row_bytes(name, kv):
     """Of one token in one layer: K and V."""
     config = CONFIGS[name]
-    return 2 * config.n_kv_heads * config.head_dim * ELEMENT_BYTES[kv]
+    return 2 * config.n_kv_heads * (config.head_dim * ELEMENT_BYTES[kv] + SCALE_BYTES[kv])
 
 
 def loaded_bytes(name, kv, n_rows):
@@ -381,9 +382,11 @@ def check_payloads(cache, name, kv, seen):
         if known is block:
             np.testing.assert_array_equal(rows, copy)
             continue
-        assert rows.shape == (config.n_layers, 2, config.n_kv_heads, len(block), config.head_dim)
+        width = config.head_dim + (kv == "int8")  # codes, and the scale of each row
+        assert rows.shape == (config.n_layers, 2, config.n_kv_heads, len(block), width)
         assert rows.base is None and rows.dtype == np.float32 and not rows.flags.writeable
         assert block.nbytes == len(block) * config.n_layers * row_bytes(name, kv)
         whole = cold(name, kv, joined(history))[2]
-        np.testing.assert_allclose(rows, whole[..., -len(block) :, :], rtol=0, atol=TOLERANCE[kv])
+        held, expected = [unheld(x, FORMATS[kv]) for x in (rows, whole[..., -len(block) :, :])]
+        np.testing.assert_allclose(held, expected, rtol=0, atol=TOLERANCE[kv])
         seen[id(block)] = block, rows.copy()

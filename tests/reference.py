@@ -31,19 +31,27 @@ ROUND = {
 
 def int8(matrix):
     """Each row (an output channel, a vocabulary row) as whole numbers from -127 to 127 times an fp16 scale."""
-    out = np.zeros(matrix.shape)
-    for row, values in enumerate(matrix):
-        scale = float(np.float16(max(abs(value) for value in values.tolist()) / 127))
-        for column, value in enumerate(values.tolist()):
-            out[row, column] = scale * max(-127, min(127, round(value / scale))) if scale else 0
-    return out
+    return np.array([whole_numbers(row.tolist(), 127) for row in matrix])
+
+
+def int4(matrix):
+    """Each 128 values of a row, or what is left at its end, as whole numbers from -7 to 7 times an fp16 scale."""
+    groups = [[row[at : at + 128].tolist() for at in range(0, len(row), 128)] for row in matrix]
+    return np.array([sum([whole_numbers(group, 7) for group in row], []) for row in groups])
+
+
+def whole_numbers(values, largest):
+    scale = float(np.float16(max(map(abs, values)) / largest))
+    return [scale * max(-largest, min(largest, round(value / scale))) if scale else 0.0 for value in values]
 
 
 def stored(tensors, weights):
-    """Tensors as a format holds them, float64; gains and biases stay at 16 bits beside int8."""
+    """Tensors as a format holds them, float64; gains and biases stay at 16 bits beside int8 and int4."""
+    quantised = {"int8": int8, "int4": int4}
+
     def hold(array):
-        if weights == "int8":
-            return int8(array) if array.ndim == 2 else ROUND["fp16"](array)
+        if weights in quantised:
+            return quantised[weights](array) if array.ndim == 2 else ROUND["fp16"](array)
         return ROUND[weights](array)
 
     return {key: hold(array) for key, array in tensors.items()}

@@ -19,7 +19,7 @@ from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Tr
 from strategies import FP32
 
 names = st.sampled_from(["T1", "window", "window of one", "grouped"])
-formats = st.sampled_from(["fp32", "fp32", "fp16"])
+formats = st.sampled_from(["fp32", "fp32", "fp16", "int8"])
 budgets = st.sampled_from([None, 5, 7, 10, 13, 20])  # tokens
 tiers = st.sampled_from(["device", "host"])
 

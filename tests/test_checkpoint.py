@@ -248,7 +248,7 @@ def test_a_mixture_is_rounded_to_the_format_that_is_asked_for(checkpoint):
     assert logits(mixed, half).tolist() == logits(GOLDEN / "llama-gqa", half).tolist()
 
 
-@pytest.mark.parametrize("weights", ["fp8", "int4"])
+@pytest.mark.parametrize("weights", ["fp8"])
 def test_formats_without_values_are_refused(checkpoint, weights):
     with pytest.raises(InputError, match=f"weights format '{weights}' is shape-only"):
         Transformer.from_checkpoint(checkpoint(), precision=Precision(weights=weights))

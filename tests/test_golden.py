@@ -143,8 +143,8 @@ def test_a_checkpoint_keeps_the_format_it_is_stored_in(case):
     assert case.model.precision == Precision(weights=stored, kv="fp32", activations="fp32")
 
 
-@pytest.mark.parametrize("kv", ["fp32", "bf16"])
-@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16", "int8", "int4"])
 def test_a_precision_that_is_given_takes_the_place_of_the_stored_one(case, weights, kv):
     """Counted in the format that was asked for; computed as near to the exact logits as it allows."""
     precision = Precision(weights=weights, kv=kv, activations="fp16")
@@ -159,4 +159,4 @@ def test_a_precision_that_is_given_takes_the_place_of_the_stored_one(case, weigh
     elif kv == "fp32" and weights == "fp16":  # holds almost all of bf16's values, and 11 bits of fp32's
         assert error <= 0.01
     else:
-        assert TOLERANCE < error <= 0.2
+        assert TOLERANCE < error <= (3.0 if weights == "int4" else 0.2)  # steps of a seventh of the largest weight

@@ -20,7 +20,7 @@ from tally import Tally, values
 from npinfer import ops
 from npinfer.config import ModelConfig
 from npinfer.errors import ShapeError
-from npinfer.formats import ALLOWED, FORMATS, Precision, mixed_format
+from npinfer.formats import ALLOWED, FORMATS, Format, Precision, mixed_format
 from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.rope import RopeTable
@@ -85,21 +85,36 @@ def flops(costs):
     return sum(counts.matmul_flops for _, counts in costs), sum(counts.elementwise_flops for _, counts in costs)
 
 
+# int4 with its groups cut short, so that small rows have several, and a last one that is not full
+matrix_formats = st.sampled_from([FP32, FORMATS["int8"], Format("int4 by twos", 4, group=2)])
+
+
+def scales_of(shape, format_):
+    """Scales for a matrix of this shape: none, one a row, or one a group."""
+    n_groups = {"int8": 1, "int4 by twos": len(range(0, shape[1], 2))}.get(str(format_))
+    return n_groups and numbers(shape[0], n_groups)
+
+
+def unscaled(matrix, row, column):
+    """The weight that a code stands for."""
+    if matrix.scales is None:
+        return float(matrix.rows[row, column])
+    return float(matrix.rows[row, column]) * float(matrix.scales[row, column // 2 if matrix.format.group else 0])
+
+
 @st.composite
 def embeds(draw):
     batch, n_new, d, vocab = draw(dims), draw(dims), draw(dims), draw(dims)
-    int8 = draw(st.booleans())
+    format_ = draw(matrix_formats)
     tokens = np.arange(batch * n_new).reshape(batch, n_new) * 7 % vocab
-    table, scales = numbers(vocab, d), numbers(vocab) if int8 else None
 
     def reference(tokens, matrix):
-        scale = np.ones(vocab) if scales is None else scales
-        return [[float(matrix.rows[t, i]) * float(scale[t]) for i in range(d)] for t in tokens.ravel()]
+        return [[unscaled(matrix, t, i) for i in range(d)] for t in tokens.ravel()]
 
     return Case(
         ops.embed,
-        (spec((batch, n_new), FP32, "token"), spec((vocab, d), FORMATS["int8"] if int8 else FP32, "weight", "embed")),
-        (tokens, Matrix(table, scales, None, (slice(0, vocab),))),
+        (spec((batch, n_new), FP32, "token"), spec((vocab, d), format_, "weight", "embed")),
+        (tokens, Matrix(numbers(vocab, d), scales_of((vocab, d), format_), None, (slice(0, vocab),), format_)),
         {},
         reference,
     )
@@ -121,15 +136,15 @@ def norms(draw):
 def linears(draw):
     n, d_in = draw(dims), draw(dims)
     d_outs = draw(st.lists(dims, min_size=1, max_size=3))
-    int8, bias = draw(st.booleans()), draw(st.booleans())
-    format_ = FORMATS["int8"] if int8 else FP32
+    format_, bias = draw(matrix_formats), draw(st.booleans())
     names = ["q_proj", "k_proj", "v_proj"]
     stops = np.cumsum(d_outs)
     w = Matrix(
         numbers(sum(d_outs), d_in),
-        numbers(sum(d_outs), 1)[:, 0] if int8 else None,
+        scales_of((sum(d_outs), d_in), format_),
         numbers(1, sum(d_outs))[0] if bias else None,
         tuple(slice(stop - d_out, stop) for d_out, stop in zip(d_outs, stops)),
+        format_,
     )
     pairs = tuple(
         (spec((d_out, d_in), format_, "weight", name), spec((d_out,), FP32, "weight", name) if bias else None)
@@ -139,8 +154,8 @@ def linears(draw):
     def reference(x, w):
         out = np.zeros((n, sum(d_outs)))
         for i, j, k in np.ndindex(*out.shape, d_in):
-            out[i, j] += float(x[i, k]) * float(w.rows[j, k])
-        out = out * (w.scales if int8 else 1) + (w.bias if bias else 0)
+            out[i, j] += float(x[i, k]) * unscaled(w, j, k)
+        out = out + (w.bias if bias else 0)
         parts = np.split(out, stops[:-1], axis=1)
         return parts if len(parts) > 1 else parts[0]
 
@@ -183,13 +198,20 @@ def attentions(draw, lengths=dims):
     n_keys = n_retained(draw(st.integers(0, 6)), window) + n_new
     q_shape = batch, n_kv_heads * group, n_new, head_dim
     kv_shape = batch, n_kv_heads, n_keys, head_dim
-    kv = spec(kv_shape, FP32, "kv")
+    format_ = draw(st.sampled_from([FP32, FORMATS["int8"]]))
+    kv, scaled = spec(kv_shape, format_, "kv"), format_ == "int8"
+    rows_shape = *kv_shape[:3], head_dim + scaled  # an int8 row has its scale behind its codes
+
+    def reference(q, *rows):
+        k, v = [x[..., :-1] * x[..., -1:] if scaled else x for x in rows]
+        return attention_by_definition(q, k, v, head_dim**-0.5, window)
+
     return Case(
         ops.attention,
         (spec(q_shape, FP32), kv, kv),
-        (numbers(*q_shape), numbers(*kv_shape), numbers(*kv_shape[::-1]).transpose()),
+        (numbers(*q_shape), numbers(*rows_shape), numbers(*rows_shape[::-1]).transpose()),
         {"scale": head_dim**-0.5, "window": window},
-        lambda q, k, v: attention_by_definition(q, k, v, head_dim**-0.5, window),
+        reference,
     )
 
 
@@ -696,22 +718,6 @@ def test_int4_scales_multiply_the_weights(n, d_in, d_out):
     x @ (codes * np.repeat(scales, 128, axis=1)[:, :d_in]).T
     matrix = spec((d_out, d_in), FORMATS["int4"], "weight", "up_proj")
     assert flops(ops.linear.rule(spec((n, d_in), FP32), ((matrix, None),))[1]) == tally.flops
-
-
-@given(sizes=st.tuples(*[st.integers(1, 3)] * 5))
-def test_int8_kv_scales_multiply_scores_and_probabilities(sizes):
-    tally = Tally()
-    batch, n_heads, n_new, n_past, head_dim = sizes
-    n_keys = n_past + n_new
-    q, k, v, k_scales, v_scales = (
-        tally.watch(numbers(batch, n_heads, *shape))
-        for shape in ((n_new, head_dim), (n_keys, head_dim), (n_keys, head_dim), (1, n_keys), (1, n_keys))
-    )
-    scores = q @ k.swapaxes(-1, -2) * k_scales * head_dim**-0.5
-    ops.softmax(scores) * v_scales @ v
-    kv = spec((batch, n_heads, n_keys, head_dim), FORMATS["int8"], "kv")
-    _, costs = ops.attention.rule(spec((batch, n_heads, n_new, head_dim), FP32), kv, kv, scale=1.0, window=None)
-    assert flops(costs) == tally.flops
 
 
 # ---- operands that do not fit

@@ -111,7 +111,7 @@ def good(tmp_path):
     return written(some_sessions(), tmp_path)
 
 
-@pytest.mark.parametrize("precision", [FP32, Precision(weights="fp16", kv="fp16"), Precision(weights="fp32", kv="bf16")])
+@pytest.mark.parametrize("precision", [FP32, Precision(weights="fp16", kv="fp16"), Precision(weights="int4", kv="int8")])
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_dialogue_goes_on_after_save_and_load_as_if_never_interrupted(tmp_path, precision, window):
     """Case 4: prompt 5, generate 3: 7 rows and 8 ids; the next forward takes id 7 at position 7."""

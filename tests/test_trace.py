@@ -18,12 +18,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import costmodel
 import npinfer
 from costmodel import formulas
 from npinfer import Counts, Precision
+from npinfer.compare import logits_error
 
 REPO = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -649,9 +651,9 @@ BAD = [
     ("--output FILES/missing/trace.txt", "missing/trace.txt: cannot be written (No such file or directory)"),
     ("--list-gpus --output FILES/missing/trace.txt", "cannot be written"),
     # what cannot be run on real arrays
-    ("--numeric --weights int4", "weights format 'int4' is shape-only; a numeric run holds fp32, fp16, bf16, int8"),
-    ("--numeric --weights fp8", "weights format 'fp8' is shape-only"),
-    ("--numeric --kv int8", "kv format 'int8' is shape-only; a numeric run holds fp32, fp16, bf16"),
+    ("--numeric --weights fp8", "weights format 'fp8' is shape-only; a numeric run holds fp32, fp16, bf16, int8, int4"),
+    ("--numeric --kv fp8", "kv format 'fp8' is shape-only; a numeric run holds fp32, fp16, bf16, int8"),
+    ("--logits-error", "--logits-error compares logits, which only a numeric run has; add --numeric"),
     ("--numeric --bits-per-weight 4.83", "bits_per_weight is an average without values"),
     ("--numeric --layers 60000", "GB is available; leave out --numeric"),
     ("--numeric TINY --prompt-tokens 2000000000", "GB is available; leave out --numeric"),
@@ -755,3 +757,28 @@ def test_prefix_and_turns(report, printed):
 def test_bad_prefixes_and_turns(run, flags, met):
     result = run(*flags)
     assert result.status == 2 and met in result.err and len(result.err.splitlines()) == 1
+
+
+# ---- what a format costs in accuracy
+
+
+def test_the_logits_error_is_that_of_the_same_prompt_in_fp32(report):
+    arguments = ("--d-model", "64", "--heads", "4", "--kv-heads", "2", "--layers", "2", "--vocab", "50", "--numeric", *SHORT)
+    config = npinfer.preset("mistral-7b").resized(d_model=64, n_heads=4, n_kv_heads=2, n_layers=2, vocab_size=50)
+    n_prompt = int(SHORT[SHORT.index("--prompt-tokens") + 1])
+    tokens = np.random.default_rng(0).integers(50, size=(1, n_prompt))
+    logits = []
+    for weights, kv in (("int4", "int8"), ("fp32", "fp32")):
+        model = npinfer.Transformer.random(config, 0, Precision(weights, kv))
+        logits.append(model.prefill(tokens, model.new_cache(), all_logits=True))
+    error = report(*arguments, "--weights", "int4", "--kv", "int8", "--logits-error")["measured"]["logits_error"]
+    assert error == logits_error(*logits)._asdict()
+    assert error["n_positions"] == n_prompt and error["relative_rms"] > 0.05
+    exact = report(*arguments, "--weights", "fp32", "--kv", "fp32", "--logits-error")["measured"]["logits_error"]
+    assert (exact["rms"], exact["same_choice"]) == (0.0, 1.0)
+
+
+def test_the_logits_error_is_printed(printed):
+    text = printed(*TINY, "--numeric", *SHORT, "--logits-error")
+    assert re.search(r"logits error +RMS [0-9.e-]+, [0-9.]+% +largest", text)
+    assert re.search(r"same choice [0-9.]+% +divergence [0-9.e-]+ nats", text)

@@ -7,6 +7,7 @@
 """
 
 import sys
+from argparse import Namespace
 
 import numpy as np
 from common import Parser, Progress, available_memory_bytes, run, write
@@ -28,6 +29,7 @@ DIMENSIONS = {
     "--d-ff": "d_ff",
     "--vocab": "vocab_size",
 }
+LOGITS_ERROR_BYTES = 64  # for each logit compared: two float32, and some float64 of work
 MAX_OUTPUT_TOKENS = 2**17  # a shape-only step still takes some 50 us
 
 
@@ -56,6 +58,7 @@ def parser():
     device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the activations')")
     mode = parser.add_argument_group("run and output")
     mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure")
+    mode.add_argument("--logits-error", action="store_true", help="with --numeric: what the formats cost, against fp32 weights and KV")
     mode.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights and tokens of a numeric run (default 0)")
     mode.add_argument("--detail", choices=("phase", "op", "layer", "step"), default="phase", help="rows of the counts (default phase)")
     mode.add_argument("--format", choices=("table", "json"), default="table")
@@ -81,12 +84,20 @@ def main(argv):
     turns = whole_list("--turns", args.turns)
     seed = whole("--seed", args.seed, least=0)
     gpus = [costmodel.gpu(name) for name in args.gpu or ["rtx-4090"]]
+    if args.logits_error and not args.numeric:
+        raise npinfer.InputError("--logits-error compares logits, which only a numeric run has; add --numeric")
     model = make_model(args, seed)
     tokens = no_tokens(size)
     if args.numeric:
         tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
     progress = Progress("token", args.output_tokens)
     result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress)
+    if args.logits_error:
+        from npinfer.compare import logits_error
+
+        logits = prompt_logits(model, tokens)
+        del model  # or two models would be held at once
+        result["measured"]["logits_error"] = logits_error(logits, prompt_logits(exact_model(args, seed), tokens))._asdict()
     if args.detail == "layer":
         result["layers"] = report.by_layer(ledger)
     if args.detail == "step":
@@ -113,6 +124,16 @@ def version():
         return f"npinfer {version('npinfer')}"
     except PackageNotFoundError:
         raise npinfer.InputError("npinfer is not installed, so it has no version; pip install .") from None
+
+
+def prompt_logits(model, tokens):
+    """Logits of a numeric model at every position of the prompt."""
+    return model.prefill(tokens, model.new_cache(len(tokens)), all_logits=True)
+
+
+def exact_model(args, seed):
+    """The model that the flags describe, weights and KV in fp32 all the same."""
+    return make_model(Namespace(**{**vars(args), "weights": "fp32", "kv": "fp32"}), seed)
 
 
 def make_model(args, seed):
@@ -152,6 +173,8 @@ def make_model(args, seed):
 def check_memory(config, args):
     """Say what memory a numeric run needs, and refuse one that does not fit."""
     needed = report.numeric_memory_bytes(config, args.batch, args.prompt_tokens, args.output_tokens)
+    if args.logits_error:
+        needed += LOGITS_ERROR_BYTES * args.batch * args.prompt_tokens * config.vocab_size
     available = available_memory_bytes()
     if available is not None and needed > available:
         raise npinfer.InputError(

@@ -49,7 +49,19 @@ def headline(result):
     if measured:
         rows.append(("measured", f"TTFT {seconds(measured['ttft_s'])}", f"TPOT {seconds(measured['tpot_s'])}"))
         rows.append(("", f"peak {scaled(measured['peak_memory_bytes'], 'B')}", "of memory"))
+        rows += logits_error(measured)
     return "\n".join(lines) + "\n\n" + table(rows)
+
+
+def logits_error(measured):
+    """Rows of what the formats cost in accuracy, if that was asked for."""
+    error = measured.get("logits_error")
+    if error is None:
+        return []
+    return [
+        ("logits error", f"RMS {error['rms']:.3g}, {error['relative_rms']:.3%}", f"largest {error['largest']:.3g}"),
+        ("", f"same choice {error['same_choice']:.2%}", f"divergence {error['divergence_nats']:.3g} nats"),
+    ]
 
 
 def counts(result, detail):
