@@ -116,7 +116,7 @@ def numeric_memory_bytes(config, batch, n_prompt, n_output):
 
 def n_tensors(config):
     """How many tensors a model of this config is laid out from."""
-    return len(model_tensors(config)) + config.n_layers * len(layer_tensors(config))
+    return len(model_tensors(config)) + sum([len(layer_tensors(config, kind)) for kind in config.kinds])
 
 
 def closed_forms(config, precision, n_prompt, n_output, batch):

@@ -239,6 +239,13 @@ class ModelConfig:
         return 2, self.n_kv_heads, self.head_dim
 
     @property
+    def kv_pieces(self):
+        """(heads, width) of the two arrays that a layer appends: keys and values, or a latent and its rotated part."""
+        if self.latent:
+            return (1, self.latent.kv_rank), (1, self.latent.rope_dim)
+        return ((self.n_kv_heads, self.head_dim),) * 2
+
+    @property
     def windows(self):
         """Sliding window of each layer, None where a layer sees everything before it."""
         pattern = self.window_pattern

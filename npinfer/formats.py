@@ -66,10 +66,17 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, group=0),
         Format("int4", 4, group=128),
+        # Blocks of GGUF files: bits per weight with the scales inside, which therefore are not counted apart.
+        Format("q8_0", 8.5, ratio=(17, 2)),  # 32 weights in 34 bytes
+        Format("q4_0", 4.5, ratio=(9, 2)),  # 32 in 18
+        Format("q4_1", 5.0, ratio=(5, 1)),  # 32 in 20
+        Format("q4_k", 4.5, ratio=(9, 2)),  # 256 in 144
+        Format("q6_k", 6.5625, ratio=(105, 16)),  # 256 in 210
     )
 }
+BLOCKS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")  # source: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h
 ALLOWED = {
-    "weights": ("fp32", "fp16", "bf16", "fp8", "int8", "int4"),
+    "weights": ("fp32", "fp16", "bf16", "fp8", "int8", "int4", *BLOCKS),
     "kv": ("fp32", "fp16", "bf16", "fp8", "int8"),
     "activations": ("fp32", "fp16", "bf16", "fp8"),
 }
@@ -102,6 +109,9 @@ class Precision:
     bits_per_weight : float, optional
         Average bits of the matrices of a mixed format, scales included; takes
         the place of `weights` for matrices.
+    exceptions : tuple of (tensor, layer or None, format), optional
+        Tensors that are stored otherwise than `weights` says, matrices or
+        vectors; None is every layer, and what lies outside them.
 
     Raises
     ------
@@ -115,6 +125,7 @@ class Precision:
     kv: Format = FORMATS["fp16"]
     activations: Format = FORMATS["fp16"]
     bits_per_weight: float | None = None
+    exceptions: tuple = ()
 
     def __post_init__(self):
         for field, known in ALLOWED.items():
@@ -124,6 +135,22 @@ class Precision:
             object.__setattr__(self, field, FORMATS[name])
         if self.bits_per_weight is not None:
             mixed_format(self.bits_per_weight)
+        exceptions = {}
+        for tensor, layer, name in self.exceptions:
+            if name not in ALLOWED["weights"]:
+                raise UnknownName(f"format of {tensor}", name, ALLOWED["weights"])
+            exceptions[tensor, layer] = FORMATS[name]
+        object.__setattr__(self, "exceptions", tuple([(*tensor, format_) for tensor, format_ in exceptions.items()]))
+        object.__setattr__(self, "_exceptions", exceptions)
+
+    def format_of(self, tensor, layer, is_matrix):
+        """Format of a tensor of a layer (None: outside the layers)."""
+        found = self._exceptions.get((tensor, layer)) or self._exceptions.get((tensor, None))
+        return found or (self.matrices if is_matrix else self.vectors)
+
+    def exceptions_of(self, layer):
+        """Those of one layer by itself."""
+        return tuple([(tensor, format_) for tensor, at, format_ in self.exceptions if at == layer])
 
     @property
     def matrices(self):
@@ -135,11 +162,22 @@ class Precision:
         """Format of gains and biases: 16 bits beside matrices of 8 bits or fewer."""
         return self.weights if self.weights.bits >= 16 else FORMATS["fp16"]
 
-    def check_numeric(self):
-        """Raise `InputError` if real arrays cannot be held in these formats."""
+    def check_numeric(self, stored=None):
+        """Raise `InputError` if real arrays cannot be held in these formats.
+
+        Parameters
+        ----------
+        stored : Precision, optional
+            What the values come in.  Blocks of a GGUF file are read, not made.
+        """
         if self.bits_per_weight is not None:
             raise InputError("bits_per_weight is an average without values; leave it out or run shape-only")
+        as_stored = stored is not None and (self.weights, self.exceptions) == (stored.weights, stored.exceptions)
         for field, known in NUMERIC.items():
+            if field == "weights" and as_stored:
+                continue
+            if field == "weights" and self.exceptions:
+                raise InputError("single tensors in formats of their own are read from a checkpoint that has them, not made")
             if getattr(self, field) not in known:
                 raise InputError(
                     f"{field} format {str(getattr(self, field))!r} is shape-only; "
@@ -150,10 +188,10 @@ class Precision:
 def rounded(x, format_):
     """Values of the float32 array `x` rounded to fp32, fp16 or bf16, kept as float32.
 
-    Ties go to even.  fp32 returns `x` itself.  A value beyond fp16's largest
+    Ties go to even.  fp32 returns `x` itself, and so do blocks, whose values were stored in them.  A value beyond fp16's largest
     becomes infinite, as in the hardware.
     """
-    if format_ == "fp32":
+    if format_ == "fp32" or format_ in BLOCKS:
         return x
     if format_ == "fp16":
         with np.errstate(over="ignore"):

@@ -31,22 +31,20 @@ class _Layer:
         """Rows that a later query can still see."""
         return self.stop if self.window is None else min(self.stop, self.window - 1)
 
-    def write(self, k, v, shape, limit):
-        """Append rows and return views of the K and V that the new queries may see."""
-        held, n_new = self.held, k.shape[2]
+    def write(self, parts, limit):
+        """Append rows (K and V, or a latent) and return views of all that the new queries may see."""
+        held, n_new = self.held, parts[0].shape[2]
         first, stop = self.stop - held, self.stop + n_new
         if self.buffer is None or stop - self.base > self.buffer.shape[3]:
-            self._make_room(self.n_kept(self.stop), n_new, shape, limit)
-        new = slice(self.stop - self.base, stop - self.base)
-        self.buffer[0, :, :, new] = k
-        self.buffer[1, :, :, new] = v
+            self._make_room(self.n_kept(self.stop), parts, limit)
+        for buffer, rows in zip(self.buffer, parts):
+            buffer[:, :, self.stop - self.base : stop - self.base] = rows
         self.stop = stop
-        visible = self.buffer[:, :, :, first - self.base : stop - self.base]
-        return visible[0], visible[1]
+        return [buffer[:, :, first - self.base : stop - self.base] for buffer in self.buffer]
 
-    def _make_room(self, held, n_new, shape, limit):
+    def _make_room(self, held, parts, limit):
         """Move the held rows to the front, of a larger buffer if they would fill more than half of this one."""
-        batch, n_kv_heads, width = shape
+        batch, n_heads, n_new, width = parts[0].shape
         first = self.stop - held
         old = None if self.buffer is None else self.buffer[:, :, :, first - self.base : self.stop - self.base]
         size = 0 if old is None else self.buffer.shape[3]
@@ -56,7 +54,7 @@ class _Layer:
             else:  # twice a window lets W - 1 steps pass between two moves
                 size = held + n_new + max(GROWTH_ROWS, held // 2 if self.window is None else self.window)
                 size = size if limit is None else min(size, max(limit, held + n_new))
-            self.buffer = np.empty((2, batch, n_kv_heads, size, width), np.float32)
+            self.buffer = np.empty((len(parts), batch, n_heads, size, width), np.float32)
         if held:
             self.buffer[:, :, :, :held] = old
         self.base = first
@@ -67,7 +65,7 @@ class _Layer:
         return held if self.keep is None else max(held, stop - self.keep)
 
     def restore(self, parts, stop, buffer):
-        """Fill an empty layer from arrays (2, n_kv_heads, n, width), end to end `stop` rows; takes those to keep."""
+        """Fill an empty layer from arrays (parts, n_heads, n, width), end to end `stop` rows; takes those to keep."""
         kept = missing = self.n_kept(stop)
         self.buffer, self.base, self.stop = buffer, stop - kept, stop
         taken = []
@@ -111,7 +109,7 @@ class KVCache:
     length : int
         Positions appended so far, in every layer.
     width : int
-        Columns of a row: head_dim, and the scale of an int8 cache.
+        Columns of a row: those of `config.kv_shape`, and the scale of an int8 cache.
     nbytes : int
         Stored bytes of the rows held (not of the capacity).
     """
@@ -120,8 +118,8 @@ class KVCache:
         self.config, self.format, self.numeric, self.weights = config, format_, numeric, weights
         self.batch = whole("batch", batch)
         self.capacity = None if capacity is None else whole("capacity", capacity)
-        self._row_shape = self.batch, config.n_kv_heads, config.head_dim
-        self.width = config.head_dim + (format_.group is not None)  # columns of a buffer
+        n_parts, n_heads, width = config.kv_shape
+        self.width = width + (format_.group is not None)
         self._layers = [_Layer(window) for window in config.windows]
 
     @property
@@ -130,8 +128,8 @@ class KVCache:
 
     @property
     def nbytes(self):
-        batch, n_kv_heads, head_dim = self._row_shape
-        row = 2 * self.format.nbytes((batch, n_kv_heads, head_dim))  # a key and a value
+        n_parts, n_heads, width = self.config.kv_shape
+        row = n_parts * self.format.nbytes((self.batch, n_heads, width))
         return row * sum(layer.held for layer in self._layers)
 
     def n_visible(self, layer):
@@ -161,12 +159,13 @@ class KVCache:
         layers : int or range
             Several layers only without values.
         k, v : array of shape (batch, n_kv_heads, n_new, head_dim)
+            Of a latent, the two pieces (batch, 1, n_new, ...) of its row.
 
         Returns
         -------
-        keys, values : float32 array (batch, n_kv_heads, n_visible, width)
-            Views of all rows that the new queries may see, the new ones last;
-            None without values.
+        list of float32 arrays (batch, n_kv_heads, n_visible, width)
+            Keys and values, or latent rows alone: views of all rows that the
+            new queries may see, the new ones last; None each without values.
 
         Raises
         ------
@@ -176,23 +175,25 @@ class KVCache:
             If there is no room, or no such layer; nothing is written.
         """
         layers = layers if isinstance(layers, range) else (operator.index(layers),)
-        batch, n_kv_heads, head_dim = self._row_shape
-        expected = (batch, n_kv_heads, k.shape[2] if len(k.shape) == 4 else "n_new", head_dim)
-        if k.shape != expected or v.shape != expected:
-            raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {expected}")
+        n_new = k.shape[2] if len(k.shape) == 4 else "n_new"
+        expected = [(self.batch, n_heads, n_new, width) for n_heads, width in self.config.kv_pieces]
+        if [k.shape, v.shape] != expected:
+            raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {' and '.join(map(str, expected))}")
         if not 0 <= layers[0] <= layers[-1] < len(self._layers) or (self.numeric and len(layers) > 1):
             met = layers[0] if len(layers) == 1 else layers
             raise CacheError(f"append: no layer {met}; the model has layers 0 to {len(self._layers) - 1}")
-        n_new = k.shape[2]
         if self.capacity is not None and self._layers[layers[0]].stop + n_new > self.capacity:
             self.check_room(n_new)
+        n_parts = self.config.kv_shape[0]
         if self.numeric:
             (layer,) = layers
-            k, v = [held(np.asarray(rows, np.float32), self.format) for rows in (k, v)]
-            return self._layers[layer].write(k, v, (batch, n_kv_heads, self.width), self.capacity)
+            parts = [np.asarray(rows, np.float32) for rows in (k, v)]
+            if n_parts == 1:
+                parts = [np.concatenate(parts, axis=-1)]
+            return self._layers[layer].write([held(rows, self.format) for rows in parts], self.capacity)
         for layer in layers:
             self._layers[layer].stop += n_new
-        return None, None
+        return [None] * n_parts
 
     def crop(self, length):
         """Forget all positions from `length` on.
@@ -234,7 +235,7 @@ class KVCache:
 
         Returns
         -------
-        float32 array (n_layers, 2, n_kv_heads, stop - start, width), read-only
+        float32 array (n_layers, parts, n_heads, stop - start, width), read-only
             A copy; None without values.
         """
         if not self.numeric:
@@ -248,20 +249,21 @@ class KVCache:
 
         Parameters
         ----------
-        parts : list of arrays (n_layers, 2, n_kv_heads, n, width)
+        parts : list of arrays (n_layers, parts, n_heads, n, width)
             Consecutive positions from 0 on; not looked at without values.
         """
         if not self.numeric:
             for layer in self._layers:
                 layer.stop = length
             return
-        batch, n_kv_heads, _ = self._row_shape
-        row = 2 * batch * n_kv_heads * self.width
+        n_parts, n_heads, _ = self.config.kv_shape
+        shape = n_parts, self.batch, n_heads, -1, self.width
+        row = n_parts * self.batch * n_heads * self.width
         sizes = [layer.n_kept(length) + GROWTH_ROWS for layer in self._layers]
         # One piece of memory for all layers: it comes in large pages, where many small pieces fault page by page.
         memory, at = np.empty(row * sum(sizes), np.float32), 0
         for number, (layer, size) in enumerate(zip(self._layers, sizes)):
-            buffer = memory[row * at : row * (at + size)].reshape(2, batch, n_kv_heads, size, self.width)
+            buffer = memory[row * at : row * (at + size)].reshape(shape)
             layer.restore([part[number] for part in parts], length, buffer)
             at += size
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 import numpy as np
 
 from npinfer import ops
-from npinfer.checks import whole
+from npinfer.checks import one_of, whole
 from npinfer.config import ModelConfig
 from npinfer.errors import CacheError, InputError
 from npinfer.formats import Precision
 from npinfer.kvcache import KVCache
+from npinfer.layers import Here
 from npinfer.ledger import forward, in_layers
 from npinfer.rope import RopeTable
+from npinfer.operation import NOTHING
 from npinfer.specs import Array, last_rows, spec, view
 from npinfer.weights import build, random_source
 
@@ -32,7 +34,7 @@ class Transformer:
         Whether it computes, or counts only.
     """
 
-    def __init__(self, config, precision, source=None):
+    def __init__(self, config, precision, source=None, stored=None, experts="expected"):
         if not isinstance(config, ModelConfig) or not isinstance(precision, Precision):
             raise InputError(
                 f"a model takes a ModelConfig and a Precision, not {type(config).__name__} and "
@@ -40,8 +42,8 @@ class Transformer:
             )
         self.config, self.precision, self.numeric = config, precision, source is not None
         if self.numeric:
-            precision.check_numeric()
-        self.weights = build(config, precision, source)
+            precision.check_numeric(stored)
+        self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")))
         self.rope = RopeTable(config, self.numeric)
         self._fingerprint = None
 
@@ -51,9 +53,16 @@ class Transformer:
         return cls(config, precision, random_source(whole("seed", seed, least=0)))
 
     @classmethod
-    def shape_only(cls, config, precision=Precision()):
-        """A model whose arrays have a shape and no data: exact counts, no memory, no arithmetic."""
-        return cls(config, precision)
+    def shape_only(cls, config, precision=Precision(), experts="expected"):
+        """A model whose arrays have a shape and no data: exact counts, no memory, no arithmetic.
+
+        Parameters
+        ----------
+        experts : {"expected", "all"}
+            Which share of a layer's experts a forward reads, there being no
+            tokens that choose: as if they chose evenly, or all.
+        """
+        return cls(config, precision, experts=experts)
 
     @classmethod
     def from_checkpoint(cls, folder, precision=None):
@@ -76,7 +85,8 @@ class Transformer:
         from npinfer.checkpoint import read_checkpoint
 
         checkpoint = read_checkpoint(folder)
-        return cls(checkpoint.config, checkpoint.precision() if precision is None else precision, checkpoint.source)
+        stored = checkpoint.precision()
+        return cls(checkpoint.config, stored if precision is None else precision, checkpoint.source, stored)
 
     def new_cache(self, batch=1, capacity=None):
         """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""
@@ -126,7 +136,8 @@ class Transformer:
     def kv_bytes_per_token(self):
         """Stored bytes of one token's keys and values in all layers."""
         config = self.config
-        return 2 * config.n_layers * self.precision.kv.nbytes((config.n_kv_heads, config.head_dim))
+        n_parts, *row = config.kv_shape
+        return n_parts * config.n_layers * self.precision.kv.nbytes(tuple(row))
 
     def fingerprint(self):
         """32 bytes that tell this model from any other: config, formats, mode and weights; worked once."""
@@ -160,6 +171,7 @@ class Transformer:
             raise CacheError(f"the cache is for a batch of {cache.batch}, tokens are a batch of {len(tokens)}")
         cache.check_even()
         cache.check_room(tokens.shape[1])
+        self._check_positions(cache.length + tokens.shape[1])
         n_cached = cache.length
         with forward(phase):
             try:
@@ -173,42 +185,45 @@ class Transformer:
             logits = view(logits, (*tokens.shape, self.config.vocab_size))
         return logits.data if self.numeric else logits
 
+    def _check_positions(self, stop):
+        if self.config.learned_positions and stop > self.config.max_context:
+            raise CacheError(
+                f"positions up to {stop} are asked for, and the model has learned {self.config.max_context}; "
+                "use a shorter prompt or output"
+            )
+
     def _forward(self, tokens, cache, all_logits):
         """Logits `Array` of the last position of each sequence, of all N = B*T positions, or (None) of none."""
         config, weights = self.config, self.weights
         batch, n_new = tokens.shape
-        norm = {"eps": config.norm_eps}
-        rotation = self.rope.rotation(cache.length, n_new)
+        start = cache.length
 
-        x = ops.embed(Array(self._token_spec(tokens), tokens if self.numeric else None), weights.embedding)
-        for layers, window, w in weights.layers:
+        ids = Array(self._token_spec(tokens), tokens if self.numeric else None)
+        scale = config.d_model**0.5 if config.scale_embeddings else None
+        x = ops.embed(ids, weights.embedding, self._positions(start, n_new), scale=scale)
+        for layers, kind, layer in weights.layers:
             in_layers(layers)
-            h = ops.rms_norm(x, w.attn_norm, **norm)
-            q, k, v = [self._heads(part, batch, n_new) for part in ops.linear(h, w.qkv)]
-            q, k = ops.rope(q, rotation), ops.rope(k, rotation)
-            keys, values = ops.kv_append(cache, layers, k, v)
-            a = ops.attention(q, keys, values, scale=config.head_dim**-0.5, window=window)
-            x = ops.residual(x, ops.linear(a, w.o_proj), op="attn_residual")
-
-            h = ops.rms_norm(x, w.mlp_norm, **norm)
-            gate, up = ops.linear(h, w.gate_up)
-            x = ops.residual(x, ops.linear(ops.swiglu(gate, up), w.down_proj), op="mlp_residual")
+            rotation = self.rope.rotation(start, n_new, kind.window)
+            x = layer(x, Here(batch, n_new, cache, layers, kind.window, rotation))
         in_layers(None)
 
         if all_logits is None:
             return None
         if not all_logits:
             x = last_rows(x, batch)
-        return ops.linear(ops.rms_norm(x, weights.final_norm, **norm), weights.lm_head)
+        return ops.linear(weights.final_norm(x), weights.lm_head, softcap=config.final_softcap)
 
     def _token_spec(self, tokens):
         # Token ids are never counted; their format is that of the activations they become.
         return spec(tokens.shape, self.precision.activations, "token")
 
-    def _heads(self, x, batch, n_new):
-        """(N, n_heads * head_dim) -> (B, n_heads, T, head_dim)"""
-        head_dim = self.config.head_dim
-        return view(x, (batch, n_new, x.shape[1] // head_dim, head_dim), axes=(0, 2, 1, 3))
+    def _positions(self, start, n_new):
+        """Learned embeddings of the next positions, if the model has them."""
+        table = self.weights.positions
+        if table is NOTHING:
+            return NOTHING
+        rows = spec((n_new, self.config.d_model), table.spec.format, "weight", "positions")
+        return Array(rows, None if table.data is None else table.data[start : start + n_new])
 
 
 def as_tokens(tokens):

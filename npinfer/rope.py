@@ -6,49 +6,57 @@ tens of thousands has no room in 16 bits, and little in 32.
 
 import numpy as np
 
+from npinfer.scaling import unscaled
 from npinfer.specs import Array, spec
 
 
-def inverse_frequencies(config):
-    """Radians per position of each pair, float64 array of shape (head_dim / 2,).
-
-    Source: Su et al. 2021, "RoFormer", arXiv:2104.09864, section 3.2.2; the
-    stretching is that of the Llama 3.1 release (`npinfer.config.RopeScaling`).
-    """
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float64)
-    frequencies = float(config.rope_theta) ** (-pairs / config.head_dim)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_context * frequencies / (2 * np.pi)  # in the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
-
-
 class RopeTable:
-    """Cosines and sines by position, extended when a longer context asks for them."""
+    """Cosines and sines by position, for the layers of a model."""
 
     def __init__(self, config, numeric):
-        self.half = config.head_dim // 2
-        self._frequencies = inverse_frequencies(config) if numeric else None
-        self._table = np.empty((2, 0, self.half), np.float32)
+        self.half = config.rope_dim // 2
+        self._tables = None
+        if numeric and self.half:
+            everywhere = _Table(config.rope_theta, config.rope_scaling, config.rope_dim)
+            local = config.local_rope_theta
+            self._tables = everywhere, everywhere if local is None else _Table(local, None, config.rope_dim)
+
+    def rotation(self, start, n_new, window=None):
+        """Cosines and sines of positions start to start + n_new - 1, in layers with this window: `Array` (2, n_new, half)."""
+        shape = spec((2, n_new, self.half), None, "constant")
+        return Array(shape, None if self._tables is None else self._tables[window is not None].rotation(start, n_new))
+
+    def rotation_by(self, distance, window=None):
+        """Cosines and sines (2, 1, half) that move keys on by `distance` positions, also back; None for 0."""
+        return None if distance == 0 else self._tables[window is not None].rotation_by(distance)
+
+
+class _Table:
+    """Cosines and sines of one base and scaling, extended when a longer context asks for them."""
+
+    def __init__(self, theta, scaling, dim):
+        self.theta, self.scaling, self.dim = theta, scaling, dim
+        self.frequencies = self._frequencies(0)
+        self.table = np.empty((2, 0, dim // 2), np.float32)
+
+    def _frequencies(self, length):
+        if self.scaling is None:
+            return unscaled(self.theta, self.dim)
+        return self.scaling.stretched(self.theta, self.dim, length)
+
+    def _turned(self, positions, frequencies, factor):
+        angles = positions[:, None] * frequencies
+        return (np.stack([np.cos(angles), np.sin(angles)]) * factor).astype(np.float32)
 
     def rotation_by(self, distance):
-        """Cosines and sines (2, 1, head_dim / 2) that move keys on by `distance` positions, also back; None for 0."""
-        if distance == 0:
-            return None
-        angles = distance * self._frequencies[None]
-        return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
+        return self._turned(np.array([distance], np.float64), self.frequencies, 1.0)
 
     def rotation(self, start, n_new):
-        """Cosines and sines of positions start to start + n_new - 1: `Array` (2, n_new, head_dim / 2)."""
-        shape = spec((2, n_new, self.half), None, "constant")
-        if self._frequencies is None:
-            return Array(shape)
-        table, stop = self._table, start + n_new  # another thread may put a table of its own in place
+        stop, factor = start + n_new, 1.0 if self.scaling is None else self.scaling.attention_factor
+        if self.scaling is not None and self.scaling.by_length and stop > self.scaling.original_max_context:
+            return self._turned(np.arange(start, stop, dtype=np.float64), self._frequencies(stop), factor)
+        table = self.table  # another thread may put a table of its own in place
         if stop > table.shape[1]:
             positions = np.arange(max(stop, 2 * table.shape[1], 256), dtype=np.float64)
-            angles = positions[:, None] * self._frequencies
-            table = self._table = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
-        return Array(shape, table[:, start:stop])
+            table = self.table = self._turned(positions, self.frequencies, factor)
+        return table[:, start:stop]

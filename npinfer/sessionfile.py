@@ -5,7 +5,7 @@
      N bytes   JSON: version, fingerprint of the model, wall time, and for each
                session its id, idle seconds, numbers of ids and of rows
     the rest   for each session its ids (int64) and, if the model is numeric,
-               its rows (float32: n_layers, 2, n_kv_heads, n_rows, and the width of a KVCache)
+               its rows (float32: n_layers, parts, n_heads, n_rows, and the width of a KVCache)
     32 bytes   BLAKE2b of all before
 
 A file is believed only when its checksum, its version, the model and every
@@ -125,7 +125,8 @@ def _session(entry, body, at, model):
         raise ValueError(f"token {ids.min()}")
     rows = None
     if model.numeric:
-        shape = (config.n_layers, 2, config.n_kv_heads, n_rows, model.new_cache().width)
+        n_parts, n_heads, _ = config.kv_shape
+        shape = (config.n_layers, n_parts, n_heads, n_rows, model.new_cache().width)
         rows = np.frombuffer(body, np.float32, prod(shape), at).reshape(shape)
         at += rows.nbytes
     return {"id": id, "idle_s": _seconds("idle_s", entry["idle_s"], least=0), "ids": ids, "n_rows": n_rows, "rows": rows}, at

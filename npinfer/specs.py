@@ -100,6 +100,12 @@ def view(x, shape, axes=None):
     return Array(_viewed(x.spec, shape, axes), data)
 
 
+def columns(x, start, stop):
+    """Columns start to stop - 1 of rows (N, d); moves and counts nothing."""
+    part = spec((x.shape[0], stop - start), x.spec.format, x.spec.role)
+    return Array(part, None if x.data is None else x.data[:, start:stop])
+
+
 def last_rows(x, batch):
     """The last of each sequence's rows: (batch * T, d) -> (batch, d)."""
     n, d = x.shape

@@ -4,17 +4,23 @@ A matrix is (d_out, d_in), a row for each output, as published checkpoints
 store it: a product reads it front to back, and a tied head is the embedding
 itself.  Projections that share an input are joined into one matrix.
 
-`layer_tensors` says which tensors a layer has; where their values come from (a
+`npinfer.tensors` says which tensors there are; where their values come from (a
 seed, a checkpoint, nowhere) is the business of the `source` that `build` is given.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
+from npinfer.activations import act_of
 from npinfer.formats import Format, quantised, rounded
+from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, LayerNorm, RMSNorm, no_norm
+from npinfer.operation import NOTHING
 from npinfer.specs import Array, spec
+from npinfer.tensors import layer_tensors, model_tensors, norm_widths
 
 
 class Matrix(NamedTuple):
@@ -40,65 +46,37 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of one decoder layer, in the order they are used."""
-
-    attn_norm: Array
-    qkv: Array
-    o_proj: Array
-    mlp_norm: Array
-    gate_up: Array
-    down_proj: Array
-
-
-@dataclass(frozen=True, slots=True)
 class Weights:
-    """All weights of a model; `layers` pairs each run of layers with its window and weights."""
+    """All weights of a model; `layers` pairs each run of layers with its kind and its `Layer`."""
 
     embedding: Array
+    positions: Array
     layers: tuple
-    final_norm: Array
+    final_norm: object
     lm_head: Array
 
     def values(self):
         """Yield every NumPy array of a numeric model, a tied head once."""
-        layers = [getattr(w, field) for _, _, w in self.layers for field in LayerWeights.__slots__]
-        head = [] if self.lm_head.data is self.embedding.data else [self.lm_head]
-        for array in [self.embedding, *layers, self.final_norm, *head]:
-            parts = array.data[:3] if isinstance(array.data, Matrix) else [array.data]
-            yield from [part for part in parts if part is not None]
+        tied = self.lm_head.data is self.embedding.data
+        for part in (self.embedding, self.positions, self.layers, self.final_norm, NOTHING if tied else self.lm_head):
+            yield from _values(part)
 
 
-def layer_tensors(config):
-    """Shape of every tensor of one layer, by name; a matrix is (d_out, d_in)."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    matrices = {
-        "q_proj": (d_q, d, config.qkv_bias),
-        "k_proj": (d_kv, d, config.qkv_bias),
-        "v_proj": (d_kv, d, config.qkv_bias),
-        "o_proj": (d, d_q, config.o_bias),
-        "gate_proj": (d_ff, d, config.mlp_bias),
-        "up_proj": (d_ff, d, config.mlp_bias),
-        "down_proj": (d, d_ff, config.mlp_bias),
-    }
-    shapes = {"attn_norm": (d,), "mlp_norm": (d,)}
-    for name, (d_out, d_in, has_bias) in matrices.items():
-        shapes[name] = (d_out, d_in)
-        if has_bias:
-            shapes[name + ".bias"] = (d_out,)
-    return shapes
+def _values(part):
+    """Yield the NumPy arrays inside arrays, matrices, layers and tuples of them."""
+    if isinstance(part, np.ndarray):
+        yield part
+    elif isinstance(part, Array):
+        yield from _values(part.data)
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _values(each)
+    elif is_dataclass(part):
+        for field in fields(part):
+            yield from _values(getattr(part, field.name))
 
 
-def model_tensors(config):
-    """Shape of every tensor outside the layers, by name."""
-    shapes = {"embed": (config.vocab_size, config.d_model), "final_norm": (config.d_model,)}
-    if not config.tie_embeddings:
-        shapes["lm_head"] = (config.vocab_size, config.d_model)
-    return shapes
-
-
-def build(config, precision, source=None):
+def build(config, precision, source=None, touched="expected"):
     """Lay out the weights of a model.
 
     Parameters
@@ -106,83 +84,166 @@ def build(config, precision, source=None):
     config : ModelConfig
     precision : Precision
     source : callable, optional
-        `source(name, layer, shape)` gives a float32 array (layer None outside
-        the layers).  Without it the weights have specs only, and equal
-        neighbours among the layers share them.
+        `source(name, layer, shape, expert)` gives a float32 array (layer None
+        outside the layers, expert None outside the experts).  Without it the
+        weights have specs only, and equal neighbours among the layers share
+        them.
+    touched : {"expected", "all"}
+        Experts that a forward reads where there is no source.
 
     Returns
     -------
     Weights
     """
-    weights = _Builder(precision, source)
-    shapes = model_tensors(config)
-    embedding = weights.matrices(["embed"], shapes)
+    outside = _Builder(config, precision, source, None, model_tensors(config), touched)
+    embedding = outside.matrices("embed")
     if config.tie_embeddings:
-        head = Array(((_renamed(embedding.spec[0][0], "lm_head"), None),), embedding.data)
+        table = embedding.spec[0][0]
+        head = Array(((spec(table.shape, table.format, "weight", "lm_head"), None),), embedding.data)
     else:
-        head = weights.matrices(["lm_head"], shapes)
+        head = outside.matrices("lm_head")
     layers = []
-    for run, window in config.runs():
-        for layers_of in [run] if source is None else [range(layer, layer + 1) for layer in run]:
-            layers.append((layers_of, window, weights.layer(layer_tensors(config), layers_of[0])))
+    for layers_of, kind in _runs(config, precision, source is not None):
+        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched)
+        layers.append((layers_of, kind, builder.layer(kind)))
     table = Array(embedding.spec[0][0], embedding.data)
-    return Weights(table, tuple(layers), weights.vector("final_norm", shapes), head)
+    positions = outside.vector("positions") if config.learned_positions else NOTHING
+    return Weights(table, positions, tuple(layers), outside.norm("final_norm"), head)
 
 
-def _renamed(matrix, name):
-    return spec(matrix.shape, matrix.format, "weight", name)
+def _runs(config, precision, single):
+    """Ranges of layers that share their weights' specs, with their kind; one by one if they have values."""
+    for run, kind in config.runs():
+        groups = groupby(run, (lambda layer: layer) if single else precision.exceptions_of)
+        for _, layers in groups:
+            layers = list(layers)
+            yield range(layers[0], layers[-1] + 1), kind
 
 
 class _Builder:
-    """Turns tensors of a source into weights of a precision."""
+    """Turns tensors of a source into the weights of one layer, or of what lies outside the layers."""
 
-    def __init__(self, precision, source):
-        self.matrix_format, self.vector_format, self.source = precision.matrices, precision.vectors, source
+    def __init__(self, config, precision, source, layer, shapes, touched):
+        self.config, self.precision, self.source, self.at, self.shapes = config, precision, source, layer, shapes
+        self.touched = touched
 
-    def layer(self, shapes, layer):
-        return LayerWeights(
-            attn_norm=self.vector("attn_norm", shapes, layer),
-            qkv=self.matrices(["q_proj", "k_proj", "v_proj"], shapes, layer),
-            o_proj=self.matrices(["o_proj"], shapes, layer),
-            mlp_norm=self.vector("mlp_norm", shapes, layer),
-            gate_up=self.matrices(["gate_proj", "up_proj"], shapes, layer),
-            down_proj=self.matrices(["down_proj"], shapes, layer),
+    def layer(self, kind):
+        return Layer(
+            attn_norm=self.norm("attn_norm"),
+            attention=self.latent_attention() if self.config.latent else self.attention(),
+            post_attn_norm=self.norm("post_attn_norm"),
+            mlp_norm=self.norm("mlp_norm"),
+            mlp=self.experts() if kind.sparse else self.mlp(),
+            post_mlp_norm=self.norm("post_mlp_norm"),
         )
 
-    def vector(self, name, shapes, layer=None):
-        """A gain: kept at 16 bits or more."""
-        values = None
-        if self.source is not None:
-            values = rounded(self.source(name, layer, shapes[name]), self.vector_format)
-        return Array(spec(shapes[name], self.vector_format, "weight", name), values)
+    def attention(self):
+        config = self.config
+        return Attention(
+            qkv=self.matrices("q_proj", "k_proj", "v_proj"),
+            q_norm=self.rms_norm("q_norm", config.norm_eps),
+            k_norm=self.rms_norm("k_norm", config.norm_eps),
+            norm_widths=norm_widths(config),
+            sinks=self.vector("sinks"),
+            o_proj=self.matrices("o_proj"),
+            head_dim=config.head_dim,
+            scores=scores_of(config),
+        )
 
-    def matrices(self, names, shapes, layer=None):
+    def latent_attention(self):
+        config, latent = self.config, self.config.latent
+        direct = latent.q_rank is None
+        return LatentAttention(
+            q_down=NOTHING if direct else self.matrices("q_down"),
+            q_norm=self.rms_norm("q_norm", latent.norm_eps),
+            q_up=self.matrices("q_proj" if direct else "q_up"),
+            kv_down=self.matrices("kv_down"),
+            k_norm=self.rms_norm("k_norm", latent.norm_eps),
+            kv_expand=self.matrices("kv_expand"),
+            o_proj=self.matrices("o_proj"),
+            latent=latent,
+            head_dim=config.head_dim,
+            scores=scores_of(config),
+        )
+
+    def mlp(self, prefix=""):
+        names = [name for name in ("gate_proj", "up_proj") if prefix + name in self.shapes]
+        return MLP(self.matrices(*names, prefix=prefix), self.matrices("down_proj", prefix=prefix), act_of(self.config))
+
+    def experts(self):
+        config = self.config
+        return ExpertMLP(
+            router=self.matrices("router"),
+            correction=self.vector("router_correction"),
+            gate_up=self.of_experts("gate_proj", "up_proj"),
+            down_proj=self.of_experts("down_proj"),
+            shared=self.mlp("shared_") if config.experts.n_shared else None,
+            act=act_of(config),
+            experts=config.experts,
+            touched=self.touched,
+        )
+
+    def norm(self, name):
+        """A norm as the family has it, if it has it."""
+        if self.config.norm == "rms":
+            return self.rms_norm(name, self.config.norm_eps)
+        return LayerNorm(self.vector(name), self.vector(name + ".bias"), self.config.norm_eps) if name in self.shapes else no_norm
+
+    def rms_norm(self, name, eps):
+        return RMSNorm(self.vector(name), eps) if name in self.shapes else no_norm
+
+    def vector(self, name):
+        """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""
+        if name not in self.shapes:
+            return NOTHING
+        shape, format_ = self.shapes[name], self.precision.format_of(name, self.at, is_matrix=False)
+        return Array(spec(shape, format_, "weight", name), self.values(name, shape, format_))
+
+    def values(self, name, shape, format_, expert=None):
+        return None if self.source is None else rounded(self.source(name, self.at, shape, expert), format_)
+
+    def matrices(self, *names, prefix=""):
         """Projections that share their input, joined."""
-        specs = []
-        for name in names:
-            bias = shapes.get(name + ".bias")
-            matrix = spec(shapes[name], self.matrix_format, "weight", name)
-            specs.append((matrix, None if bias is None else spec(bias, self.vector_format, "weight", name)))
-        return Array(tuple(specs), None if self.source is None else self._joined(names, shapes, layer))
+        specs = tuple([self.specs(name, prefix, self.shapes) for name in names])
+        return Array(specs, None if self.source is None else self.joined(specs, prefix))
 
-    def _joined(self, names, shapes, layer):
-        parts = [self.source(name, layer, shapes[name]) for name in names]
-        biases = [
-            rounded(self.source(name + ".bias", layer, shapes[name + ".bias"]), self.vector_format)
-            for name in names
-            if name + ".bias" in shapes
-        ]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        scales = None
-        if self.matrix_format.group is not None:
-            rows, scales = quantised(rows, self.matrix_format)
-        else:
-            rows = rounded(rows, self.matrix_format)
-        splits, start = [], 0
-        for part in parts:
-            splits.append(slice(start, start + len(part)))
-            start += len(part)
-        return Matrix(rows, scales, np.concatenate(biases) if biases else None, tuple(splits), self.matrix_format)
+    def of_experts(self, *names):
+        """The same for each of a layer's experts: the specs of one, and the values of all."""
+        shapes = {name: shape[1:] for name, shape in self.shapes.items()}
+        specs = tuple([self.specs(name, "", shapes) for name in names])
+        numbers = range(self.config.experts.n_experts)
+        return Array(specs, None if self.source is None else tuple([self.joined(specs, "", expert) for expert in numbers]))
+
+    def specs(self, name, prefix, shapes):
+        """Specs of a matrix, and of its bias or None; what is shared by all tokens is entered under the same names."""
+        tensor, bias = prefix + name, prefix + name + ".bias"
+        matrix = spec(shapes[tensor], self.precision.format_of(tensor, self.at, is_matrix=True), "weight", name)
+        if bias not in shapes:
+            return matrix, None
+        return matrix, spec(shapes[bias], self.precision.format_of(bias, self.at, is_matrix=False), "weight", name)
+
+    def joined(self, specs, prefix, expert=None):
+        """`Matrix` of the projections, one below the other."""
+        parts = []
+        for matrix, bias in specs:
+            rows, scales = self.source(prefix + matrix.name, self.at, matrix.shape, expert), None
+            if matrix.format.group is not None:
+                rows, scales = quantised(rows, matrix.format)
+            else:
+                rows = rounded(rows, matrix.format)
+            if bias is not None:
+                bias = self.values(prefix + matrix.name + ".bias", bias.shape, bias.format, expert)
+            parts.append((rows, scales, bias))
+        rows, scales, biases = [each[0] if len(each) == 1 or each[0] is None else np.concatenate(each) for each in zip(*parts)]
+        stops = np.cumsum([matrix.shape[0] for matrix, _ in specs]).tolist()
+        splits = tuple(map(slice, [0, *stops], stops))
+        return Matrix(rows, scales, biases, splits, specs[0][0].format)
+
+
+@lru_cache(maxsize=256)
+def scores_of(config):
+    """Settings of `npinfer.attention.attention` that are the same in all layers."""
+    return {"scale": config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale, "softcap": config.attn_softcap}
 
 
 def random_source(seed):
@@ -194,7 +255,7 @@ def random_source(seed):
     """
     rng = np.random.default_rng(seed)
 
-    def source(name, layer, shape):
+    def source(name, layer, shape, expert=None):
         values = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) == 2:
             values *= np.float32(shape[1] ** -0.5)
