@@ -14,8 +14,8 @@ from costmodel.prediction import predict_from
 from npinfer import Ledger, Precision, generate
 from npinfer.checks import whole
 from npinfer.ledger import Counts
-from npinfer.ops import BLOCK_ELEMENTS
-from npinfer.weights import layer_tensors, model_tensors
+from npinfer.attention import BLOCK_ELEMENTS
+from npinfer.tensors import layer_tensors, model_tensors
 
 SCHEMA = "npinfer-trace/1"
 MODEL_FIELDS = (

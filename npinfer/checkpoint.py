@@ -9,7 +9,7 @@ from npinfer.errors import CheckpointError
 from npinfer.formats import Precision
 from npinfer.hf import config_from_hf
 from npinfer.safetensors import open_folder
-from npinfer.weights import layer_tensors, model_tensors
+from npinfer.tensors import layer_tensors, model_tensors
 
 OUTSIDE = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
 INSIDE = {

@@ -15,7 +15,7 @@ from cachelib import (
     CONFIGS, CacheAgainstHistories, Clock, WatchedStore, assert_cold, check_payloads, check_store, cold, joined,
     loaded_bytes, model, parents_of, requests, row_bytes, split, watched,
 )  # fmt: skip
-from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, generate, kvcache, ops
+from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, attention, generate, kvcache, layers, ops
 from strategies import FP32
 
 names = st.sampled_from(["T1", "window", "window of one", "grouped"])
@@ -727,7 +727,7 @@ def test_what_is_given_back_during_a_forward_is_room(monkeypatch):
     """Another thread's start may end while this one computes; its rows are no reason to refuse."""
     cache, _ = cache_of("prompt", block_size=2, capacity_bytes=4 * 128)
     held = cache.prefill([1, 2, 3, 4])
-    attention = ops.attention
+    attention = attention.attention
 
     def released_meanwhile(*operands, **static):
         held.release()

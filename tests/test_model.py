@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, generate, kvcache, ops
+from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, attention, generate, kvcache, layers, ops
 from npinfer.weights import random_source
 from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, run, some_tokens
 
@@ -212,7 +212,7 @@ def test_rows_of_a_batch_equal_solo_runs(config, batch, chunks, n_decoded):
 def test_a_long_prompt_is_worked_in_blocks_that_do_not_show(monkeypatch):
     tokens = some_tokens(WINDOWED, 2, 40)
     expected = whole(Transformer.random(WINDOWED, precision=FP32), tokens)
-    monkeypatch.setattr(ops, "BLOCK_ELEMENTS", 1000)  # 3 queries of 2 * 4 * 40 scores
+    monkeypatch.setattr(attention, "BLOCK_ELEMENTS", 1000)  # 3 queries of 2 * 4 * 40 scores
     close(whole(Transformer.random(WINDOWED, precision=FP32), tokens), expected)
 
 

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tally import Tally, values
 
-from npinfer import ops
+from npinfer import activations, attention, ops
 from npinfer.config import ModelConfig
 from npinfer.errors import ShapeError
 from npinfer.formats import ALLOWED, FORMATS, Format, Precision, mixed_format
@@ -207,7 +207,7 @@ def attentions(draw, lengths=dims):
         return attention_by_definition(q, k, v, head_dim**-0.5, window)
 
     return Case(
-        ops.attention,
+        attention.attention,
         (spec(q_shape, FP32), kv, kv),
         (numbers(*q_shape), numbers(*rows_shape), numbers(*rows_shape[::-1]).transpose()),
         {"scale": head_dim**-0.5, "window": window},
@@ -235,7 +235,7 @@ def swiglus(draw):
         gate = gate.astype(np.float64)
         return gate / (1 + np.exp(-gate)) * up
 
-    return Case(ops.swiglu, (spec(shape, FP32),) * 2, (numbers(*shape), numbers(*shape[::-1]).T), {}, reference)
+    return Case(activations.swiglu, (spec(shape, FP32),) * 2, (numbers(*shape), numbers(*shape[::-1]).T), {}, reference)
 
 
 @st.composite
@@ -332,16 +332,16 @@ def test_softmax_executes_its_part_of_the_rule(shape):
     batch, n_heads, n_new, n_past = shape
     n_keys = n_past + n_new
     q, kv = spec((batch, n_heads, n_new, 2), FP32), spec((batch, n_heads, n_keys, 2), FP32, "kv")
-    _, costs = ops.attention.rule(q, kv, kv, scale=0.5, window=None)
+    _, costs = attention.attention.rule(q, kv, kv, scale=0.5, window=None)
     tally = Tally()
-    ops.softmax(tally.watch(numbers(batch, n_heads, n_new, n_keys)))
+    attention.softmax(tally.watch(numbers(batch, n_heads, n_new, n_keys)))
     assert (dict(costs)["softmax"].matmul_flops, dict(costs)["softmax"].elementwise_flops) == tally.flops
 
 
 @contextmanager
 def block_elements(n):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "BLOCK_ELEMENTS", n)
+        patch.setattr(attention, "BLOCK_ELEMENTS", n)
         yield
 
 
@@ -373,7 +373,7 @@ def test_masked_flops_are_those_of_the_pairs_that_no_query_sees(n_past, n_new, w
         j > i or (window is not None and j <= i - window) for i in range(n_past, n_past + n_new) for j in held
     )
     kv = spec((batch, n_kv_heads, len(held), head_dim), FP32, "kv")
-    _, costs = ops.attention.rule(spec((batch, n_heads, n_new, head_dim), FP32), kv, kv, scale=1.0, window=window)
+    _, costs = attention.attention.rule(spec((batch, n_heads, n_new, head_dim), FP32), kv, kv, scale=1.0, window=window)
     masked = {op: counts.masked_flops for op, counts in costs}
     per_product = 2 * batch * n_heads * head_dim * hidden
     assert masked == {"attn_scores": per_product, "softmax": 0, "attn_mix": per_product}
@@ -385,7 +385,7 @@ def test_needed_flops_do_not_depend_on_how_a_prompt_is_chunked(chunks, window):
         total, n_past = 0, 0
         for n_new in chunks:
             kv = spec((1, 1, n_retained(n_past, window) + n_new, 2), FP32, "kv")
-            _, costs = ops.attention.rule(spec((1, 1, n_new, 2), FP32), kv, kv, scale=1.0, window=window)
+            _, costs = attention.attention.rule(spec((1, 1, n_new, 2), FP32), kv, kv, scale=1.0, window=window)
             total += sum(counts.needed_flops for _, counts in costs)
             n_past += n_new
         return total
@@ -397,7 +397,7 @@ def test_needed_flops_do_not_depend_on_how_a_prompt_is_chunked(chunks, window):
 
 
 def attend(q, k, v, window=None):
-    return ops.attention.__wrapped__(q, k, v, scale=q.shape[-1] ** -0.5, window=window)
+    return attention.attention.__wrapped__(q, k, v, scale=q.shape[-1] ** -0.5, window=window)
 
 
 @pytest.mark.parametrize("n_new", [1, 3])
@@ -445,7 +445,7 @@ def test_large_scores_stay_finite(n_new):
 
 @given(shape=st.tuples(dims, dims), size=st.sampled_from([1, 1e3, 1e30]))
 def test_softmax_rows_sum_to_1(shape, size):
-    rows = ops.softmax(numbers(*shape) * np.float32(size))
+    rows = attention.softmax(numbers(*shape) * np.float32(size))
     assert np.all(rows >= 0)
     np.testing.assert_allclose(rows.sum(axis=-1), 1, rtol=1e-6)
 
@@ -620,7 +620,7 @@ def test_attention_moves_scores_in_its_parts_and_shares_the_read_of_kv(sizes, n_
     batch, n_kv_heads, group, n_new, head_dim = sizes
     n_heads, n_keys = n_kv_heads * group, n_past + n_new
     kv = spec((batch, n_kv_heads, n_keys, head_dim), c, "kv")
-    out, costs = ops.attention.rule(spec((batch, n_heads, n_new, head_dim), a), kv, kv, scale=1.0, window=None)
+    out, costs = attention.attention.rule(spec((batch, n_heads, n_new, head_dim), a), kv, kv, scale=1.0, window=None)
     pairs = batch * n_heads * n_new * n_keys
     moved = batch * n_new * n_heads * head_dim * BITS[a] // 8
     score = pairs * BITS[a] // 8
@@ -648,7 +648,7 @@ def test_attention_moves_scores_in_its_parts_and_shares_the_read_of_kv(sizes, n_
 def test_residual_activation_and_sample_bytes(shape, a):
     x, moved, n = spec(shape, a), stored(shape, a), shape[0] * shape[1]
     two_in_one_out = Counts(activation_bytes_read=2 * moved, activation_bytes_written=moved)
-    rules = [ops.residual.rule(x, x, op="mlp_residual"), ops.swiglu.rule(x, x), ops.sample.rule(x)]
+    rules = [ops.residual.rule(x, x, op="mlp_residual"), activations.swiglu.rule(x, x), ops.sample.rule(x)]
     assert [costs for _, costs in rules] == [
         (("mlp_residual", two_in_one_out._replace(elementwise_flops=n)),),
         (("mlp_act", two_in_one_out._replace(elementwise_flops=4 * n)),),
@@ -764,7 +764,7 @@ def test_shapes_that_do_not_fit_are_named(rule, message):
 )
 def test_attention_refuses_heads_that_do_not_fit(q, k, v):
     with pytest.raises(ShapeError, match=re.escape(f"attention: q {q}, k {k} and v {v} do not fit each other")):
-        ops.attention.rule(heads(*q), heads(*k, role="kv"), heads(*v, role="kv"), scale=1.0, window=None)
+        attention.attention.rule(heads(*q), heads(*k, role="kv"), heads(*v, role="kv"), scale=1.0, window=None)
 
 
 @pytest.mark.parametrize("numeric", [True, False])

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import npinfer
-from npinfer import CacheError, CheckpointError, ModelConfig, Precision, SessionCache, Transformer, blocks, ops, sessionfile
+from npinfer import CacheError, CheckpointError, ModelConfig, Precision, SessionCache, Transformer, blocks, layers, sessionfile
 from strategies import FP32, T1
 
 TINY = ModelConfig(n_layers=1, d_model=4, n_heads=1, head_dim=2, d_ff=3, vocab_size=7)
@@ -506,7 +506,7 @@ def test_a_start_that_is_held_over_a_load_is_released_without_harm(tmp_path):
 def test_loading_while_a_session_is_in_a_call_is_refused(tmp_path, monkeypatch):
     sessions = some_sessions()
     sessions.save(tmp_path / "file")
-    inside, go_on, original, results = threading.Event(), threading.Event(), ops.attention, []
+    inside, go_on, original, results = threading.Event(), threading.Event(), attention.attention, []
 
     def attention(*args, **kwargs):
         if threading.current_thread() is thread and not inside.is_set():

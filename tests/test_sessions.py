@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import npinfer
-from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, SessionCache, Transformer, ops
+from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, SessionCache, Transformer, layers
 from strategies import FP32, T1
 
 FP16_KV = Precision(weights="fp32", kv="fp16", activations="fp32")
@@ -635,7 +635,7 @@ def test_a_call_that_fails_leaves_the_session_as_it_was(monkeypatch, owner, name
 def stopped_inside(monkeypatch, call):
     """A thread that makes `call` and stands still in the midst of its forward; gives what it returned, in a list."""
     inside, go_on, results = threading.Event(), threading.Event(), []
-    original = ops.attention
+    original = attention.attention
 
     def attention(*args, **kwargs):
         if threading.current_thread() is thread and not inside.is_set():
@@ -699,7 +699,7 @@ def test_a_start_that_is_not_released_is_no_writer():
 
 def test_sessions_in_threads_at_once(monkeypatch):
     """All are in the midst of a forward at the same time."""
-    n_threads, original, local = 4, ops.attention, threading.local()
+    n_threads, original, local = 4, attention.attention, threading.local()
     barrier = threading.Barrier(n_threads)
 
     def attention(*args, **kwargs):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tally import Element, Tally, Watched, values
 
-from npinfer import ops
+from npinfer import activations, attention, ops
 from npinfer.formats import FORMATS
 from npinfer.specs import spec
 from npinfer.weights import Matrix
@@ -136,11 +136,11 @@ def test_arithmetic_that_would_not_be_seen_is_refused(escape):
 
 
 def softmax_with_one_multiplication_more(scores):
-    return ops.softmax(scores * 1.0)
+    return attention.softmax(scores * 1.0)
 
 
 def softmax_that_sums_twice(scores):
-    scores = ops.softmax(scores)
+    scores = attention.softmax(scores)
     scores.sum(axis=-1)
     return scores
 
@@ -155,14 +155,14 @@ def softmax_of_reciprocals(scores):
     return scores * (1 / scores.sum(axis=-1, keepdims=True))
 
 
-def attention_with(softmax=ops.softmax, multiply=np.matmul):
+def attention_with(softmax=attention.softmax, multiply=np.matmul):
     """A plain attention, to plant faults in."""
 
     def body(q, k, v, scale, window):
         n_heads, n_new, n_keys = q.shape[1], q.shape[2], k.shape[2]
         k, v = (np.repeat(x, n_heads // x.shape[1], axis=1) for x in (k, v))
         scores = multiply(q, k.swapaxes(-1, -2)) * scale
-        scores = np.where(ops.hidden(n_keys - n_new, n_keys, window), -np.inf, scores)
+        scores = np.where(attention.hidden(n_keys - n_new, n_keys, window), -np.inf, scores)
         return multiply(softmax(scores), v)
 
     return body
@@ -241,7 +241,7 @@ LINEAR = ((spec((6, 4), INT8, "weight", "q_proj"), spec((6,), FP32, "weight", "q
 # operation, specs and operands of a case, static parameters, bodies at fault
 PLANTED = [
     (
-        ops.attention,
+        attention.attention,
         (spec((2, 4, 3, 4), FP32), KV, KV),
         (numbers(2, 4, 3, 4), numbers(2, 2, 5, 4), numbers(2, 2, 5, 4)),
         {"scale": 0.5, "window": None},
@@ -276,7 +276,7 @@ PLANTED = [
         {},
         [rope_that_copies_first],
     ),
-    (ops.swiglu, (spec((3, 4), FP32),) * 2, (numbers(3, 4), numbers(3, 4)), {}, [swiglu_by_a_product]),
+    (activations.swiglu, (spec((3, 4), FP32),) * 2, (numbers(3, 4), numbers(3, 4)), {}, [swiglu_by_a_product]),
     (
         ops.residual,
         (spec((3, 4), FP32),) * 2,
@@ -325,7 +325,7 @@ def test_planted_faults_are_caught(operation, specs, operands, static, fault):
 
 def test_the_attention_that_faults_are_planted_in_is_right_without_them():
     _, specs, operands, static, _ = PLANTED[0]
-    assert executed(attention_with(), operands, static) == declared(ops.attention, specs, static)
+    assert executed(attention_with(), operands, static) == declared(attention.attention, specs, static)
 
 
 def test_a_fault_in_a_rule_is_caught_too():
