@@ -8,7 +8,7 @@ import time
 from npinfer.checks import whole
 from npinfer.errors import CacheError
 from npinfer.reuse import Cache
-from npinfer.segments import SegmentIndex
+from npinfer.segments import SegmentIndex, check_movable
 
 
 class PrefixCache(Cache):
@@ -119,6 +119,8 @@ class PromptCache(Cache):
         super().__init__(model, capacity_bytes, ttl_s, clock, tier, block_size, least_tokens=block_size)
         self._history = self._root(salt)
         self._recompute_tokens = whole("recompute_tokens", recompute_tokens, least=0)
+        if segments:
+            check_movable(model.config)
         self._segments = SegmentIndex(model, self.block_size) if segments else None
 
     def prefill(self, tokens):

@@ -7,8 +7,8 @@ before them, so that reuse is an approximation (Gim et al. 2024, "Prompt Cache",
 arXiv:2311.04934; its repair by computing some tokens afresh: Yao et al. 2024,
 "CacheBlend", arXiv:2405.16444).
 
-It takes rotary positions whose angles depend on the position alone, as all models
-of this package have them; `npinfer.hf` refuses the others by name.
+It takes rotary positions whose angles depend on the position alone, and keys that
+are cached as they are; `check_movable` refuses other models by name.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,23 @@ from typing import NamedTuple
 import numpy as np
 
 from npinfer import ops
+from npinfer.errors import InputError
 from npinfer.formats import unheld
 from npinfer.ledger import Counts, record
 from npinfer.specs import Array, spec
+
+
+def check_movable(config):
+    """Raise `InputError` unless stored keys of this model can be moved to another position."""
+    if config.learned_positions:
+        why = "its positions are learned and lie in every row"
+    elif config.latent is not None:
+        why = "it caches a latent, which keys are expanded from"
+    elif config.rope_scaling is not None and config.rope_scaling.by_length:
+        why = "the angles of its positions depend on how long the text is"
+    else:
+        return
+    raise InputError(f"segments cannot be reused by {config.name}: {why}; leave out segments=True")
 
 
 class Segment(NamedTuple):
@@ -108,8 +122,8 @@ def load_segment(model, cache, segment):
     if model.numeric:
         rows = np.concatenate([block.payload for block in segment.blocks], axis=3)[..., segment.skip :, :]
         rows = unheld(rows, cache.format)
-        rotation = model.rope.rotation_by(segment.at - segment.source)
-        for layer, (keys, values) in enumerate(rows):
+        for layer, (window, (keys, values)) in enumerate(zip(config.windows, rows)):
+            rotation = model.rope.rotation_by(segment.at - segment.source, window)
             keys = keys[None] if rotation is None else ops.rope.__wrapped__(keys[None], rotation)
             cache.append(layer, keys, values[None])
     else:
