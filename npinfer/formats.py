@@ -66,6 +66,11 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, group=0),
         Format("int4", 4, group=128),
+        Format("q8_0", 8.5, ratio=(17, 2)),
+        Format("q4_0", 4.5, ratio=(9, 2)),
+        Format("q4_1", 5.0, ratio=(5, 1)),
+        Format("q4_k", 4.5, ratio=(9, 2)),
+        Format("q6_k", 6.5625, ratio=(105, 16)),
     )
 }
 ALLOWED = {
@@ -115,6 +120,7 @@ class Precision:
     kv: Format = FORMATS["fp16"]
     activations: Format = FORMATS["fp16"]
     bits_per_weight: float | None = None
+    exceptions: tuple = ()
 
     def __post_init__(self):
         for field, known in ALLOWED.items():

@@ -118,7 +118,7 @@ def build(config, precision, source=None):
     else:
         head = weights.matrices(["lm_head"], shapes)
     layers = []
-    for run, window in config.runs():
+    for run, (window, _) in config.runs():
         for layers_of in [run] if source is None else [range(layer, layer + 1) for layer in run]:
             layers.append((layers_of, window, weights.layer(layer_tensors(config), layers_of[0])))
     table = Array(embedding.spec[0][0], embedding.data)
