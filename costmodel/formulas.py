@@ -7,13 +7,15 @@ whole numbers are Python ints, and arrays whose counts would pass 2**63 raise
 OverflowError instead of wrapping.
 """
 
-from functools import partial
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
 from costmodel import loads, operations
-from costmodel.loads import whole_numbers
+from costmodel.arguments import least, most, refuse_overflow, whole_numbers
+from costmodel.storage import kv_token_bytes
+from costmodel.tensors import tensors
 from npinfer.errors import InputError
 from npinfer.ledger import Counts
 
@@ -21,23 +23,29 @@ from npinfer.ledger import Counts
 
 
 def n_parameters(config):
-    """Parameters of the model, a tied head once.
+    """Parameters of the model, a tied head once, all experts.
 
     >>> n_parameters(npinfer.preset("mistral-7b"))
     7241732096
     """
-    heads = 1 if config.tie_embeddings else 2
-    return sum(_matrix_sizes(config)) + sum(_vector_sizes(config)) + heads * config.vocab_size * config.d_model
+    return sum([tensor.n_parameters for tensor in tensors(config).values()])
+
+
+def n_active_parameters(config):
+    """Parameters of the model with the k experts of one token in place of all, embedding and head included."""
+    idle = [_idle_copies(config, each) * (each.n_parameters // each.n_copies) for each in tensors(config).values()]
+    return n_parameters(config) - sum(idle)
 
 
 def n_streamed_parameters(config):
-    """Parameters that every decode step reads: all, less the input embedding where the head has its own matrix.
+    """Parameters that decode steps read: all, less the tables of which a step reads the rows of its tokens.
+
+    Those are the input embedding, where the head has its own matrix, and learned positions.  All experts are in it.
 
     >>> n_streamed_parameters(npinfer.preset("mistral-7b"))      # the 7.111e9 of the textbook's example
     7110660096
     """
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    return n_parameters(config) - embedding
+    return n_parameters(config) - sum([table.n_parameters for table in _looked_up(config)])
 
 
 def weight_bytes(config, precision, streamed=False):
@@ -46,48 +54,39 @@ def weight_bytes(config, precision, streamed=False):
     Parameters
     ----------
     streamed : bool
-        Those that a decode step reads, the embedding rows of its tokens left
-        out; otherwise those that occupy memory.
+        Those that a decode step of one sequence reads, the rows of its token in
+        the embedding and in a table of positions left out: of a layer's E
+        experts k.  Otherwise those that occupy memory.
     """
-    table = operations.stored_matrix_bytes(precision, config.vocab_size, config.d_model)
-    n_tables = 1 if streamed or config.tie_embeddings else 2
-    matrices = [operations.stored_matrix_bytes(precision, d_out, d_in) for d_out, d_in in _matrix_shapes(config)]
-    vectors = [operations.stored_vector_bytes(precision, size) for size in _vector_sizes(config)]
-    return config.n_layers * sum(matrices) + sum(vectors) + n_tables * table
+    every, tables = tensors(config).values(), _looked_up(config)
+    if not streamed:
+        return sum([each.n_copies * each.total_bytes(precision) for each in every])
+    used = [(each.n_copies - _idle_copies(config, each), each) for each in every if each not in tables]
+    return sum([n_copies * each.total_bytes(precision) for n_copies, each in used])
 
 
-def _matrix_shapes(config):
-    """(d_out, d_in) of the projections of one layer."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    return [(d_q, d), (d_kv, d), (d_kv, d), (d, d_q), (d_ff, d), (d_ff, d), (d, d_ff)]
+def _looked_up(config):
+    """Tables of which a forward reads rows, not everything."""
+    names = ["positions"] if config.tie_embeddings else ["embed", "positions"]
+    return [tensors(config)[name] for name in names if name in tensors(config)]
 
 
-def _matrix_sizes(config):
-    return [config.n_layers * d_out * d_in for d_out, d_in in _matrix_shapes(config)]
-
-
-def _vector_sizes(config):
-    """Sizes of all gains and biases of the model."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    layer = [d, d]
-    layer += [d_q, d_kv, d_kv] if config.qkv_bias else []
-    layer += [d] if config.o_bias else []
-    layer += [d_ff, d_ff, d] if config.mlp_bias else []
-    return layer * config.n_layers + [d]
+def _idle_copies(config, tensor):
+    """Copies of a tensor, one for each expert, that a token does not use."""
+    return tensor.n_copies - config.experts.n_active if tensor.n_copies > 1 else 0
 
 
 def kv_elements_per_token(config):
-    """Elements that one token adds to the KV cache: a key and a value in every layer.
+    """Elements that one token adds to the KV cache: a key and a value in every layer, or one latent row.
 
     n_kv_heads, not n_heads: grouped queries share their keys and values.
-    Source: Ainslie et al. 2023, "GQA", arXiv:2305.13245, section 2.2.
+    Source: Ainslie et al. 2023, "GQA", arXiv:2305.13245, section 2.2; latent:
+    DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.
 
     >>> kv_elements_per_token(npinfer.preset("mistral-7b"))      # 32 * (8 * 128 + 8 * 128)
     65536
     """
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim
+    return config.n_layers * prod(config.kv_shape)
 
 
 def kv_bytes_per_token(config, precision):
@@ -96,10 +95,10 @@ def kv_bytes_per_token(config, precision):
     >>> kv_bytes_per_token(npinfer.preset("llama-2-7b"), npinfer.Precision())      # 2 * 32 layers * 32 heads * 128 * 2 B
     524288
     """
-    return 2 * config.n_layers * operations.kv_row_bytes(config, precision)
+    return config.n_layers * kv_token_bytes(config, precision)
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def kv_bytes_read(config, precision, n_context, batch=1):
     """KV bytes that a decode step reads when its token sees `n_context` positions, itself included.
 
@@ -109,7 +108,7 @@ def kv_bytes_read(config, precision, n_context, batch=1):
     return _kv_bytes(config, precision, batch, n_context, lambda window: window)
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def kv_bytes_held(config, precision, n_context, batch=1):
     """KV bytes in memory after `n_context` positions: a layer with a window keeps the window - 1 last."""
     n_context = whole_numbers("n_context", n_context, 0)
@@ -119,17 +118,17 @@ def kv_bytes_held(config, precision, n_context, batch=1):
 def _kv_bytes(config, precision, batch, n_context, limit):
     batch = whole_numbers("batch", batch, 1)
     rows = sum(
-        n_layers * (n_context if window is None else loads.least(n_context, limit(window)))
-        for window, n_layers in loads.layers_by_window(config)
+        len(layers) * (n_context if window is None else least(n_context, limit(window)))
+        for window, layers in loads.layers_by_window(config)
     )
-    return 2 * batch * rows * operations.kv_row_bytes(config, precision)
+    return batch * rows * kv_token_bytes(config, precision)
 
 
 # --- what running it costs -------------------------------------------------
 
 
-@loads.refuse_overflow
-def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
+@refuse_overflow
+def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False, experts_touched="expected"):
     """The ten counts of one forward over `n_new` tokens of each sequence, on top of `n_cached`.
 
     Parameters
@@ -139,6 +138,10 @@ def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
     batch, n_cached, n_new : int or integer array
     all_logits : bool
         Whether the head runs at every position instead of the last one.
+    experts_touched : {"expected", "all"} or list of int
+        How many experts' weights are read: round(bytes of all E experts *
+        (1 - (1 - k/E)**N)) in each layer and projection, N = batch * n_new, in
+        Python's floats; or all; or the number observed in each sparse layer.
 
     Returns
     -------
@@ -149,61 +152,63 @@ def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
     Raises
     ------
     InputError
-        If a number is not whole, `n_cached` negative or another below 1.
+        If a number is not whole, `n_cached` negative or another below 1, or if
+        `experts_touched` are not one number from 1 to E for each sparse layer.
     OverflowError
         If arrays would give a count of 2**63 or more.
     """
-    return _counts(
+    load = loads.forward_load(
         config,
         precision,
-        partial(loads.forward_load, all_logits=all_logits),
-        batch=whole_numbers("batch", batch, 1),
-        n_cached=whole_numbers("n_cached", n_cached, 0),
-        n_new=whole_numbers("n_new", n_new, 1),
+        whole_numbers("batch", batch, 1),
+        whole_numbers("n_cached", n_cached, 0),
+        whole_numbers("n_new", n_new, 1),
+        all_logits,
+        experts_touched,
     )
+    return operations.total_counts(config, precision, load)
 
 
-@loads.refuse_overflow
-def decode_counts_total(config, precision, batch, n_prompt, n_output):
+@refuse_overflow
+def decode_counts_total(config, precision, batch, n_prompt, n_output, experts_touched="expected"):
     """The ten counts of a whole decode: n_output - 1 steps, the i-th on a context of n_prompt + i.
 
     The first output token is the prefill's.  No loop over tokens: see
-    `costmodel.loads`.  Parameters, results and errors as `forward_counts`;
-    sampling is left out.
+    `costmodel.loads`.  Parameters, results and errors as `forward_counts`, but
+    that experts touched are "expected" or "all", since steps differ in what is
+    observed; sampling is left out.
     """
-    return _counts(
+    if not isinstance(experts_touched, str):
+        raise InputError("experts_touched differ from step to step, expected 'expected' or 'all'; add up forward_counts")
+    load = loads.decode_load(
         config,
         precision,
-        loads.decode_load,
-        batch=whole_numbers("batch", batch, 1),
-        n_prompt=whole_numbers("n_prompt", n_prompt, 1),
-        n_steps=whole_numbers("n_output", n_output, 1) - 1,
+        whole_numbers("batch", batch, 1),
+        whole_numbers("n_prompt", n_prompt, 1),
+        whole_numbers("n_output", n_output, 1) - 1,
+        experts_touched,
     )
+    return operations.total_counts(config, precision, load)
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def sample_counts(config, precision, batch):
     """Counts of greedy sampling after one forward: vocab_size - 1 comparisons in each sequence."""
     counts = operations.sample_counts(config, precision, whole_numbers("batch", batch, 1))
     return counts if np.ndim(batch) == 0 else Counts(*np.broadcast_arrays(*counts))
 
 
-def _counts(config, precision, load_of, **numbers):
-    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
-    return operations.total_counts(config, precision, load_of(config, row_bytes, **numbers))
-
-
 # --- the textbook's formulas -----------------------------------------------
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def prefill_flops_rough(batch, n_prompt, n_params):
     """2*B*L*P: two FLOPs for each parameter and prompt token; leaves out attention's T x S products."""
     _refuse_negative("of them", batch=batch, n_prompt=n_prompt, n_params=n_params)
     return 2 * batch * n_prompt * n_params
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def decode_flops_rough(batch, n_output, n_params):
     """2*B*C*P: two FLOPs for each parameter and output token; leaves out attention's products."""
     _refuse_negative("of them", batch=batch, n_output=n_output, n_params=n_params)
@@ -223,7 +228,7 @@ def effective_flops_per_s(peak, eta):
 
 def ttft_floor_s(flops, flops_per_s, bytes_moved=0, memory_bytes_per_s=float("inf")):
     """Seconds below which no prefill ends: its FLOPs at the peak, or its bytes at the bandwidth."""
-    return loads.most(_rate(flops, flops_per_s), _rate(bytes_moved, memory_bytes_per_s))
+    return most(_rate(flops, flops_per_s), _rate(bytes_moved, memory_bytes_per_s))
 
 
 def tpot_floor_s(bytes_moved, memory_bytes_per_s, flops=0, flops_per_s=float("inf")):
@@ -232,7 +237,7 @@ def tpot_floor_s(bytes_moved, memory_bytes_per_s, flops=0, flops_per_s=float("in
     >>> round(tpot_floor_s(14.2e9, 1008e9), 4)
     0.0141
     """
-    return loads.most(_rate(bytes_moved, memory_bytes_per_s), _rate(flops, flops_per_s))
+    return most(_rate(bytes_moved, memory_bytes_per_s), _rate(flops, flops_per_s))
 
 
 def _rate(amount, per_s):
