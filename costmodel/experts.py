@@ -56,7 +56,7 @@ def one_expert(config, precision):
 
 @lru_cache(maxsize=256)
 def _by_size(config, precision):
-    """As `one_expert`, layers of one size together: for each projection, [(size, n_layers), ...] of each field of `Touched`."""
+    """As `one_expert`, layers of one size together: of each field of `Touched`, [(size, n_layers), ...]."""
     return [[list(Counter(sizes).items()) for sizes in zip(*layers)] for layers in one_expert(config, precision)]
 
 
@@ -126,7 +126,7 @@ def checked_rule(config, rule):
     if isinstance(rule, str) and rule in ("expected", "all"):
         return rule
     if not isinstance(rule, list | tuple):
-        raise InputError(f"experts_touched is {rule!r}, expected 'expected', 'all' or a list of numbers, one for each sparse layer")
+        raise InputError(f"experts_touched is {rule!r}, expected 'expected', 'all' or a list of numbers, one a sparse layer")
     n_layers = sum([kind.sparse for kind in config.kinds])
     if len(rule) != n_layers:
         raise InputError(f"experts_touched has {len(rule)} numbers, expected {n_layers}, one for each layer that has experts")

@@ -118,7 +118,10 @@ PUBLISHED = [  # (config, parameters, those of one token, KV bytes of a token at
         ModelConfig(
             n_layers=61, d_model=7168, n_heads=128, head_dim=192, d_ff=18432, vocab_size=129280,
             latent=Latent(kv_rank=512, rope_dim=64, value_dim=128, q_rank=1536),
-            experts=Experts(n_experts=256, n_active=8, d_ff=2048, n_shared=1, dense_layers=(0, 1, 2), gate="sigmoid"),
+            experts=Experts(
+                n_experts=256, n_active=8, d_ff=2048, n_shared=1, dense_layers=(0, 1, 2), gate="sigmoid", n_groups=8,
+                n_groups_active=4, scale=2.5,
+            ),
             name="DeepSeek-V3",
         ),
         671_026_419_200, 37_552_297_472, 70_272,
