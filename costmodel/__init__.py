@@ -4,9 +4,9 @@
     config = npinfer.preset("mistral-7b")
     costmodel.predict(config, npinfer.Precision(), "rtx-4090").floor.tpot_s
 
-Read loads and operations (counts as formulas), formulas (the public closed
-forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
-reuse saves).
+Read tensors (what a model weighs), loads, forms and operations (counts as
+formulas), formulas (the public closed forms), profiles (GPUs), prediction (from
+counts to seconds), then caching (what reuse saves).
 """
 
 from costmodel import formulas

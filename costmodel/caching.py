@@ -7,7 +7,8 @@ assumed, so that what is said to pay does pay.
 
 import numpy as np
 
-from costmodel import formulas, loads, operations
+from costmodel import experts, formulas, loads, operations
+from costmodel.arguments import whole_numbers
 from costmodel.prediction import compute_format, predict
 from costmodel.profiles import gpu as gpu_profile
 from npinfer.checks import whole
@@ -93,7 +94,7 @@ def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch
     """
     if level not in LEVELS:
         raise UnknownName("level", level, LEVELS)
-    n_user = loads.whole_numbers("n_user", n_user, 1)
+    n_user = whole_numbers("n_user", n_user, 1)
     gpu = gpu_profile(gpu)
 
     def gain_s(n_prefix):
@@ -130,17 +131,15 @@ def prefill_times_s(config, precision, gpu, n_prompt, n_cached=0, batch=1, compu
     if peak is None:
         return {"floor": None, "roofline": None}
 
-    def row_bytes(n_rows):
-        return operations.stored_rows_bytes(precision, config.d_model, n_rows)
-
     formulas.forward_counts(config, precision, batch, n_cached, n_prompt - n_cached)  # refuses what is out of range
-    load = loads.forward_load(config, row_bytes, batch, n_cached, n_prompt - n_cached)
+    load = loads.forward_load(config, precision, batch, n_cached, n_prompt - n_cached)
     by_op = [*operations.operation_counts(config, precision, load).values(), operations.sample_counts(config, precision, batch)]
     costs = [operations.Cost.of(counts) for counts in by_op]
+    surplus = experts.surplus_bytes(config, precision, load)
     vector_peak = gpu.vector_flops_per_s or float("inf")
     floor = np.maximum(
         sum([cost.needed_flops for cost in costs]) / peak,
-        sum([cost.streamed_bytes for cost in costs]) / gpu.memory_bytes_per_s,
+        (sum([cost.streamed_bytes for cost in costs]) - surplus) / gpu.memory_bytes_per_s,
     )
     each = [
         np.maximum(
@@ -160,7 +159,7 @@ def prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch=1, compute=
     InputError
         If the prefix is longer than the prompt.
     """
-    n_prefix = loads.whole_numbers("prefix tokens", n_prefix, 1)
+    n_prefix = whole_numbers("prefix tokens", n_prefix, 1)
     if n_prefix > n_prompt:
         raise InputError(f"prefix tokens is {n_prefix}, expected at most the prompt's {n_prompt}")
     n_cached = min(n_prefix, n_prompt - 1)  # the last token is computed for its logits

@@ -1,135 +1,62 @@
 """Closed forms: counts and times of inference, each a plain function.
 
-Read in three parts: what a model weighs (parameters, bytes), what running it
-costs (`forward_counts`, `decode_counts_total`), and the textbook's formulas
-for time.  Numeric arguments may be NumPy arrays, which broadcast; counts of
-whole numbers are Python ints, and arrays whose counts would pass 2**63 raise
+Read in three parts: what a model weighs (`costmodel.sizes`), what running it
+costs (`forward_counts`, `decode_counts_total`), and the textbook's formulas for
+time.  Numeric arguments may be NumPy arrays, which broadcast; counts of whole
+numbers are Python ints, and arrays whose counts would pass 2**63 raise
 OverflowError instead of wrapping.
 """
 
-from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
 from costmodel import loads, operations
-from costmodel.loads import whole_numbers
+from costmodel.arguments import most, refuse_overflow, whole_numbers
+from costmodel.sizes import (
+    kv_bytes_held,
+    kv_bytes_per_token,
+    kv_bytes_read,
+    kv_elements_per_token,
+    n_active_parameters,
+    n_parameters,
+    n_streamed_parameters,
+    weight_bytes,
+)
 from npinfer.errors import InputError
 from npinfer.ledger import Counts
 
-# --- what a model weighs ---------------------------------------------------
-
-
-def n_parameters(config):
-    """Parameters of the model, a tied head once.
-
-    >>> n_parameters(npinfer.preset("mistral-7b"))
-    7241732096
-    """
-    heads = 1 if config.tie_embeddings else 2
-    return sum(_matrix_sizes(config)) + sum(_vector_sizes(config)) + heads * config.vocab_size * config.d_model
-
-
-def n_streamed_parameters(config):
-    """Parameters that every decode step reads: all, less the input embedding where the head has its own matrix.
-
-    >>> n_streamed_parameters(npinfer.preset("mistral-7b"))      # the 7.111e9 of the textbook's example
-    7110660096
-    """
-    embedding = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    return n_parameters(config) - embedding
-
-
-def weight_bytes(config, precision, streamed=False):
-    """Stored bytes of the weights.
-
-    Parameters
-    ----------
-    streamed : bool
-        Those that a decode step reads, the embedding rows of its tokens left
-        out; otherwise those that occupy memory.
-    """
-    table = operations.stored_matrix_bytes(precision, config.vocab_size, config.d_model)
-    n_tables = 1 if streamed or config.tie_embeddings else 2
-    matrices = [operations.stored_matrix_bytes(precision, d_out, d_in) for d_out, d_in in _matrix_shapes(config)]
-    vectors = [operations.stored_vector_bytes(precision, size) for size in _vector_sizes(config)]
-    return config.n_layers * sum(matrices) + sum(vectors) + n_tables * table
-
-
-def _matrix_shapes(config):
-    """(d_out, d_in) of the projections of one layer."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    return [(d_q, d), (d_kv, d), (d_kv, d), (d, d_q), (d_ff, d), (d_ff, d), (d, d_ff)]
-
-
-def _matrix_sizes(config):
-    return [config.n_layers * d_out * d_in for d_out, d_in in _matrix_shapes(config)]
-
-
-def _vector_sizes(config):
-    """Sizes of all gains and biases of the model."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    layer = [d, d]
-    layer += [d_q, d_kv, d_kv] if config.qkv_bias else []
-    layer += [d] if config.o_bias else []
-    layer += [d_ff, d_ff, d] if config.mlp_bias else []
-    return layer * config.n_layers + [d]
-
-
-def kv_elements_per_token(config):
-    """Elements that one token adds to the KV cache: a key and a value in every layer.
-
-    n_kv_heads, not n_heads: grouped queries share their keys and values.
-    Source: Ainslie et al. 2023, "GQA", arXiv:2305.13245, section 2.2.
-
-    >>> kv_elements_per_token(npinfer.preset("mistral-7b"))      # 32 * (8 * 128 + 8 * 128)
-    65536
-    """
-    return 2 * config.n_layers * config.n_kv_heads * config.head_dim
-
-
-def kv_bytes_per_token(config, precision):
-    """Bytes that one token adds to the KV cache, an int8 cache's scales included.
-
-    >>> kv_bytes_per_token(npinfer.preset("llama-2-7b"), npinfer.Precision())      # 2 * 32 layers * 32 heads * 128 * 2 B
-    524288
-    """
-    return 2 * config.n_layers * operations.kv_row_bytes(config, precision)
-
-
-@loads.refuse_overflow
-def kv_bytes_read(config, precision, n_context, batch=1):
-    """KV bytes that a decode step reads when its token sees `n_context` positions, itself included.
-
-    A layer with a window reads at most the window.
-    """
-    n_context = whole_numbers("n_context", n_context, 0)
-    return _kv_bytes(config, precision, batch, n_context, lambda window: window)
-
-
-@loads.refuse_overflow
-def kv_bytes_held(config, precision, n_context, batch=1):
-    """KV bytes in memory after `n_context` positions: a layer with a window keeps the window - 1 last."""
-    n_context = whole_numbers("n_context", n_context, 0)
-    return _kv_bytes(config, precision, batch, n_context, lambda window: window - 1)
-
-
-def _kv_bytes(config, precision, batch, n_context, limit):
-    batch = whole_numbers("batch", batch, 1)
-    rows = sum(
-        n_layers * (n_context if window is None else loads.least(n_context, limit(window)))
-        for window, n_layers in loads.layers_by_window(config)
-    )
-    return 2 * batch * rows * operations.kv_row_bytes(config, precision)
-
+__all__ = [
+    "breakeven_n_output",
+    "decode_counts_total",
+    "decode_flops_rough",
+    "effective_flops_per_s",
+    "fit_latency_line",
+    "forward_counts",
+    "kv_bytes_held",
+    "kv_bytes_per_token",
+    "kv_bytes_read",
+    "kv_elements_per_token",
+    "latency_exact_s",
+    "latency_s",
+    "n_active_parameters",
+    "n_parameters",
+    "n_streamed_parameters",
+    "prefill_flops_rough",
+    "prefix_saving",
+    "sample_counts",
+    "token_times",
+    "tokens_per_s",
+    "tpot_floor_s",
+    "ttft_floor_s",
+    "weight_bytes",
+]
 
 # --- what running it costs -------------------------------------------------
 
 
-@loads.refuse_overflow
-def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
+@refuse_overflow
+def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False, experts_touched="expected"):
     """The ten counts of one forward over `n_new` tokens of each sequence, on top of `n_cached`.
 
     Parameters
@@ -139,6 +66,10 @@ def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
     batch, n_cached, n_new : int or integer array
     all_logits : bool
         Whether the head runs at every position instead of the last one.
+    experts_touched : {"expected", "all"} or list of int
+        How many experts' weights are read: round(bytes of all E experts *
+        (1 - (1 - k/E)**N)) in each layer and projection, N = batch * n_new, in
+        Python's floats; or all; or the number observed in each sparse layer.
 
     Returns
     -------
@@ -149,61 +80,63 @@ def forward_counts(config, precision, batch, n_cached, n_new, all_logits=False):
     Raises
     ------
     InputError
-        If a number is not whole, `n_cached` negative or another below 1.
+        If a number is not whole, `n_cached` negative or another below 1, or if
+        `experts_touched` are not one number from 1 to E for each sparse layer.
     OverflowError
         If arrays would give a count of 2**63 or more.
     """
-    return _counts(
+    load = loads.forward_load(
         config,
         precision,
-        partial(loads.forward_load, all_logits=all_logits),
-        batch=whole_numbers("batch", batch, 1),
-        n_cached=whole_numbers("n_cached", n_cached, 0),
-        n_new=whole_numbers("n_new", n_new, 1),
+        whole_numbers("batch", batch, 1),
+        whole_numbers("n_cached", n_cached, 0),
+        whole_numbers("n_new", n_new, 1),
+        all_logits,
+        experts_touched,
     )
+    return operations.total_counts(config, precision, load)
 
 
-@loads.refuse_overflow
-def decode_counts_total(config, precision, batch, n_prompt, n_output):
+@refuse_overflow
+def decode_counts_total(config, precision, batch, n_prompt, n_output, experts_touched="expected"):
     """The ten counts of a whole decode: n_output - 1 steps, the i-th on a context of n_prompt + i.
 
     The first output token is the prefill's.  No loop over tokens: see
-    `costmodel.loads`.  Parameters, results and errors as `forward_counts`;
-    sampling is left out.
+    `costmodel.loads`.  Parameters, results and errors as `forward_counts`, but
+    that experts touched are "expected" or "all", since steps differ in what is
+    observed; sampling is left out.
     """
-    return _counts(
+    if not isinstance(experts_touched, str):
+        raise InputError("experts_touched differ from step to step, expected 'expected' or 'all'; add up forward_counts")
+    load = loads.decode_load(
         config,
         precision,
-        loads.decode_load,
-        batch=whole_numbers("batch", batch, 1),
-        n_prompt=whole_numbers("n_prompt", n_prompt, 1),
-        n_steps=whole_numbers("n_output", n_output, 1) - 1,
+        whole_numbers("batch", batch, 1),
+        whole_numbers("n_prompt", n_prompt, 1),
+        whole_numbers("n_output", n_output, 1) - 1,
+        experts_touched,
     )
+    return operations.total_counts(config, precision, load)
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def sample_counts(config, precision, batch):
     """Counts of greedy sampling after one forward: vocab_size - 1 comparisons in each sequence."""
     counts = operations.sample_counts(config, precision, whole_numbers("batch", batch, 1))
     return counts if np.ndim(batch) == 0 else Counts(*np.broadcast_arrays(*counts))
 
 
-def _counts(config, precision, load_of, **numbers):
-    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
-    return operations.total_counts(config, precision, load_of(config, row_bytes, **numbers))
-
-
 # --- the textbook's formulas -----------------------------------------------
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def prefill_flops_rough(batch, n_prompt, n_params):
     """2*B*L*P: two FLOPs for each parameter and prompt token; leaves out attention's T x S products."""
     _refuse_negative("of them", batch=batch, n_prompt=n_prompt, n_params=n_params)
     return 2 * batch * n_prompt * n_params
 
 
-@loads.refuse_overflow
+@refuse_overflow
 def decode_flops_rough(batch, n_output, n_params):
     """2*B*C*P: two FLOPs for each parameter and output token; leaves out attention's products."""
     _refuse_negative("of them", batch=batch, n_output=n_output, n_params=n_params)
@@ -223,7 +156,7 @@ def effective_flops_per_s(peak, eta):
 
 def ttft_floor_s(flops, flops_per_s, bytes_moved=0, memory_bytes_per_s=float("inf")):
     """Seconds below which no prefill ends: its FLOPs at the peak, or its bytes at the bandwidth."""
-    return loads.most(_rate(flops, flops_per_s), _rate(bytes_moved, memory_bytes_per_s))
+    return most(_rate(flops, flops_per_s), _rate(bytes_moved, memory_bytes_per_s))
 
 
 def tpot_floor_s(bytes_moved, memory_bytes_per_s, flops=0, flops_per_s=float("inf")):
@@ -232,7 +165,7 @@ def tpot_floor_s(bytes_moved, memory_bytes_per_s, flops=0, flops_per_s=float("in
     >>> round(tpot_floor_s(14.2e9, 1008e9), 4)
     0.0141
     """
-    return loads.most(_rate(bytes_moved, memory_bytes_per_s), _rate(flops, flops_per_s))
+    return most(_rate(bytes_moved, memory_bytes_per_s), _rate(flops, flops_per_s))
 
 
 def _rate(amount, per_s):

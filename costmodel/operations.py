@@ -14,125 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from costmodel.loads import Attention, Load, layers_by_window
+from costmodel.forms import Forms
+from costmodel.loads import Load
 from npinfer.ledger import Counts
-
-SCALE_BYTES = 2  # an fp16 number
-
-
-def stored_matrix_bytes(precision, d_out, d_in):
-    """Bytes of a (d_out, d_in) matrix: its elements, rounded up to whole bytes, and its scales."""
-    if precision.bits_per_weight is not None:
-        return _ceil_bytes(precision.bits_per_weight, d_out * d_in)  # scales included in the average
-    scales = {"int8": d_out, "int4": d_out * -(-d_in // 128)}.get(precision.weights, 0)
-    return _ceil_bytes(precision.weights.bits, d_out * d_in) + SCALE_BYTES * scales
-
-
-def stored_rows_bytes(precision, d_model, n_rows):
-    """Bytes of so many rows of the embedding, each with its scales; `n_rows` may be an array."""
-    if precision.bits_per_weight is not None:
-        return _ceil_bytes(precision.bits_per_weight, n_rows * d_model)
-    scales = {"int8": 1, "int4": -(-d_model // 128)}.get(precision.weights, 0)
-    return _ceil_bytes(precision.weights.bits, n_rows * d_model) + SCALE_BYTES * scales * n_rows
-
-
-def stored_vector_bytes(precision, size):
-    """Bytes of a gain or a bias, which stay at 16 bits beside matrices of fewer."""
-    return size * max(16, precision.weights.bits) // 8
-
-
-def kv_row_bytes(config, precision):
-    """Bytes of one token's key, or value, in one layer: an int8 row has a scale for each head."""
-    scales = config.n_kv_heads if precision.kv == "int8" else 0
-    return config.n_kv_heads * config.head_dim * precision.kv.bits // 8 + SCALE_BYTES * scales
-
-
-def _ceil_bytes(bits, n_elements):
-    if isinstance(bits, int):
-        return -(-n_elements * bits // 8)
-    from decimal import Decimal
-
-    exact, per = Decimal(repr(float(bits))).as_integer_ratio()
-    if isinstance(n_elements, np.ndarray):  # an exact numerator may have no room in int64
-        return (-(-n_elements.astype(object) * exact // (8 * per))).astype(np.int64)
-    return -(-n_elements * exact // (8 * per))
-
-
-class _Forms:
-    """The shapes that the closed forms of operations come in, under one load."""
-
-    def __init__(self, config, precision, load):
-        self.config, self.precision, self.load = config, precision, load
-        self.act = precision.activations.bits // 8
-        self.scaled = precision.bits_per_weight is None and precision.weights in ("int8", "int4")
-
-    def embed(self):
-        d = self.config.d_model
-        return Counts(
-            elementwise_flops=self.scaled * self.load.tokens * d,
-            weight_bytes_read=self.load.embedding_bytes,
-            activation_bytes_written=self.load.tokens * d * self.act,
-        )
-
-    def projection(self, d_in, d_out, bias=False):
-        """A matrix of every layer, at every token."""
-        return self.matrix(d_in, d_out, self.load.tokens, bias) * self.config.n_layers
-
-    def matrix(self, d_in, d_out, rows, bias=False):
-        """A product with one matrix, at so many positions."""
-        elementwise = bias * rows * d_out
-        if self.scaled:  # an int8 scale for each output, an int4 weight widened one by one
-            elementwise += rows * d_out if self.precision.weights == "int8" else self.load.forwards * d_in * d_out
-        weights = stored_matrix_bytes(self.precision, d_out, d_in) + bias * stored_vector_bytes(self.precision, d_out)
-        return Counts(
-            matmul_flops=2 * rows * d_in * d_out,
-            elementwise_flops=elementwise,
-            weight_bytes_read=self.load.forwards * weights,
-            activation_bytes_read=rows * d_in * self.act,
-            activation_bytes_written=rows * d_out * self.act,
-        )
-
-    def norm(self, rows):
-        """An RMS norm at so many positions."""
-        d = self.config.d_model
-        return Counts(
-            elementwise_flops=rows * (4 * d + 2),
-            weight_bytes_read=self.load.forwards * stored_vector_bytes(self.precision, d),
-            activation_bytes_read=rows * d * self.act,
-            activation_bytes_written=rows * d * self.act,
-        )
-
-    def elementwise(self, flops, n_read, n_written):
-        """So many FLOPs, and activations read and written, at every token of every layer."""
-        return Counts(
-            elementwise_flops=self.load.tokens * flops,
-            activation_bytes_read=self.load.tokens * n_read * self.act,
-            activation_bytes_written=self.load.tokens * n_written * self.act,
-        ) * self.config.n_layers
-
-    def attention(self):
-        """attn_scores, softmax and attn_mix: the only operations in which a window shows."""
-        n_heads, head_dim = self.config.n_heads, self.config.head_dim
-        queries = self.load.tokens * n_heads * head_dim * self.act
-        scores = softmax = mix = Counts()
-        for (_, times), seen in zip(layers_by_window(self.config), self.load.attention):
-            n_scores = n_heads * seen.pairs
-            widening = n_scores if self.precision.kv == "int8" else 0
-            product = Counts(
-                matmul_flops=2 * n_scores * head_dim,
-                masked_flops=2 * n_heads * head_dim * seen.masked,
-                kv_bytes_read=seen.keys * kv_row_bytes(self.config, self.precision),
-            )
-            written = Counts(activation_bytes_read=queries, score_bytes_written=n_scores * self.act)
-            read = Counts(activation_bytes_written=queries, score_bytes_read=n_scores * self.act)
-            scores += (product + written + Counts(elementwise_flops=n_scores + widening)) * times
-            softmax += Counts(
-                elementwise_flops=5 * n_scores - 2 * n_heads * self.load.tokens,
-                score_bytes_read=n_scores * self.act,
-                score_bytes_written=n_scores * self.act,
-            ) * times
-            mix += (product + read + Counts(elementwise_flops=widening)) * times
-        return scores, softmax, mix
 
 
 def operation_counts(config, precision, load):
@@ -155,32 +39,54 @@ def operation_counts(config, precision, load):
     weight and token, and the attention term); the elementwise and byte terms are worked here from
     the definitions of the operations.
     """
-    forms = _Forms(config, precision, load)
-    n_layers, d, d_ff = config.n_layers, config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    forms = Forms(config, precision, load)
+    d, n_heads, n_kv_heads = config.d_model, config.n_heads, config.n_kv_heads
     scores, softmax, mix = forms.attention()
-    kv_written = Counts(kv_bytes_written=load.tokens * 2 * kv_row_bytes(config, precision) * n_layers)
-    return {
+    counts = {
         "embed": forms.embed(),
-        "attn_norm": forms.norm(load.tokens) * n_layers,
-        "q_proj": forms.projection(d, d_q, config.qkv_bias),
-        "k_proj": forms.projection(d, d_kv, config.qkv_bias),
-        "v_proj": forms.projection(d, d_kv, config.qkv_bias),
-        "rope": forms.elementwise(3 * (d_q + d_kv), d_q + d_kv, d_q + d_kv),
-        "kv_append": forms.elementwise(0, 2 * d_kv, 0) + kv_written,
+        "attn_norm": forms.norm("attn_norm"),
+        **(_latent_projections(forms) if config.latent else _projections(forms, n_heads, n_kv_heads)),
+        "rope": forms.rope(),
+        "kv_append": forms.kv_append(),
+        "kv_expand": forms.kv_expand(),
         "attn_scores": scores,
         "softmax": softmax,
         "attn_mix": mix,
-        "o_proj": forms.projection(d_q, d, config.o_bias),
+        "o_proj": forms.product("o_proj"),
+        "post_attn_norm": forms.norm("post_attn_norm"),
         "attn_residual": forms.elementwise(d, 2 * d, d),
-        "mlp_norm": forms.norm(load.tokens) * n_layers,
-        "gate_proj": forms.projection(d, d_ff, config.mlp_bias),
-        "up_proj": forms.projection(d, d_ff, config.mlp_bias),
-        "mlp_act": forms.elementwise(4 * d_ff, 2 * d_ff, d_ff),
-        "down_proj": forms.projection(d_ff, d, config.mlp_bias),
-        "mlp_residual": forms.elementwise(d, 2 * d, d),
-        "final_norm": forms.norm(load.head_rows),
-        "lm_head": forms.matrix(d, config.vocab_size, load.head_rows),
+        "mlp_norm": forms.norm("mlp_norm"),
+        "router": forms.router(),
+        "gate_proj": forms.mlp_product("gate_proj"),
+        "up_proj": forms.mlp_product("up_proj"),
+        "mlp_act": forms.mlp_act(),
+        "down_proj": forms.mlp_product("down_proj"),
+        "post_mlp_norm": forms.norm("post_mlp_norm"),
+        "mlp_residual": forms.mlp_residual(),
+        "final_norm": forms.norm("final_norm", load.head_rows),
+        "lm_head": forms.head(),
+    }
+    return {op: counted for op, counted in counts.items() if counted is not None}
+
+
+def _projections(forms, n_heads, n_kv_heads):
+    return {
+        "q_proj": forms.product("q_proj"),
+        "k_proj": forms.product("k_proj"),
+        "v_proj": forms.product("v_proj"),
+        "q_norm": forms.qk_norm("q_norm", n_heads),
+        "k_norm": forms.qk_norm("k_norm", n_kv_heads),
+    }
+
+
+def _latent_projections(forms):
+    return {
+        "q_proj": forms.product("q_proj"),  # or, through a latent:
+        "q_down": forms.product("q_down"),
+        "q_norm": forms.norm("q_norm"),
+        "q_up": forms.product("q_up"),
+        "kv_down": forms.product("kv_down"),
+        "k_norm": forms.norm("k_norm"),
     }
 
 
@@ -215,11 +121,7 @@ def coefficients(config, precision):
     -------
     array of Python ints (n_operations, fields of Counts, sums of Load.flat)
     """
-    n_windows = len(layers_by_window(config))
-    columns = []
-    for one in np.eye(4 + 3 * n_windows, dtype=int).tolist():
-        attention = tuple([Attention(*one[4 + 3 * i : 7 + 3 * i]) for i in range(n_windows)])
-        columns.append(list(operation_counts(config, precision, Load(*one[:4], attention)).values()))
+    columns = [list(operation_counts(config, precision, one).values()) for one in Load.ones(config)]
     return np.array(columns, dtype=object).transpose(1, 2, 0)
 
 
@@ -240,19 +142,19 @@ def total_counts(config, precision, load):
 
 @lru_cache(maxsize=256)
 def _cost_matrices(config, precision):
-    """Coefficients of the operations' costs, rows one after another: as Python ints, as int64, and up to which sum int64
-    has room for every product."""
+    """Coefficients of the operations' costs, rows one after another: as Python ints, as int64 (None without room), and the
+    largest of each sum."""
     by_field = coefficients(config, precision).transpose(1, 0, 2)  # (fields, operations, sums)
     costs = np.stack(Cost.of(Counts(*by_field)), axis=1)  # (operations, fields of Cost, sums)
     matrix = costs.reshape(-1, costs.shape[-1])
-    largest_row = abs(matrix).sum(axis=1).max()  # some are negative: pairs that a mask throws away
-    return matrix, matrix.astype(np.int64) if largest_row < 2**63 else None, (2**63 - 1) // largest_row
+    largest = abs(matrix).max(axis=0).tolist()  # some are negative: pairs that a mask throws away
+    return matrix, matrix.astype(np.int64) if max(largest) < 2**63 else None, largest
 
 
 def operation_costs(config, precision, load):
     """`Cost` of each operation of a load of whole numbers: a list of [four Python ints]."""
-    matrix, as_int64, largest_sum = _cost_matrices(config, precision)
+    matrix, as_int64, largest = _cost_matrices(config, precision)
     sums = load.flat()
-    if as_int64 is not None and max(sums) <= largest_sum:
+    if as_int64 is not None and sum([most * value for most, value in zip(largest, sums)]) < 2**63:
         matrix = as_int64  # the same product, ten times as fast
     return (matrix @ np.array(sums, dtype=matrix.dtype)).reshape(-1, len(Cost._fields)).tolist()

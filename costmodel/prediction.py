@@ -4,18 +4,21 @@ Read `Phase` (the counts of prefill or decode, by operation), `floor_s` and
 `roofline_s` (two ways from counts to time), then `predict`.
 
     floor      max(needed matmul FLOPs / peak, (weight + KV bytes) / bandwidth) of
-               the whole phase: nothing that computes in the stated format beats it
+               the whole phase: nothing that computes in the stated format beats it;
+               of experts those of one token, the fewest that a forward can touch
     roofline   the sum over operations of max(needed matmul FLOPs / peak,
-               elementwise FLOPs / vector peak, bytes without scores / bandwidth)
+               elementwise FLOPs / vector peak, bytes without scores / bandwidth);
+               as many experts as tokens are expected to touch
 
 Source of the model: Williams, Waterman and Patterson 2009, "Roofline", CACM 52(4), 65-76.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import fsum
 from typing import NamedTuple
 
-from costmodel import formulas, loads, operations
+from costmodel import experts, formulas, loads, operations
+from costmodel.arguments import whole_numbers
 from costmodel.profiles import COMPUTE_FORMATS
 from costmodel.profiles import gpu as gpu_profile
 from npinfer.errors import InputError, UnknownName
@@ -51,6 +54,8 @@ class Level(NamedTuple):
 class Rough(NamedTuple):
     """The textbook's estimates, 2 FLOPs a parameter and token at eta * peak, beside their error.
 
+    Of experts, the parameters and the bytes are those of one token.
+
     Attributes
     ----------
     prefill_flops, decode_flops : int
@@ -74,16 +79,21 @@ class Rough(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Prefill or decode: the `Cost` of each operation, sampling included, its sums, and the number of forwards."""
+    """Prefill or decode: the `Cost` of each operation, sampling included, its sums, and the number of forwards.
+
+    `least_bytes` are the streamed bytes without the experts that some other routing would not touch.
+    """
 
     costs: list
     n_forwards: int
     needed_flops: int
     streamed_bytes: int
+    least_bytes: int
 
     @classmethod
-    def of(cls, costs, n_forwards):
-        return cls(costs, n_forwards, sum([cost[0] for cost in costs]), sum([cost[2] for cost in costs]))
+    def of(cls, costs, n_forwards, surplus_bytes=0):
+        streamed = sum([cost[2] for cost in costs])
+        return cls(costs, n_forwards, sum([cost[0] for cost in costs]), streamed, streamed - surplus_bytes)
 
     @property
     def intensity(self):
@@ -178,22 +188,23 @@ def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cach
     UnknownName
         If there is no such GPU or compute format.
     """
-    n_prompt = loads.whole_numbers("n_prompt", n_prompt, 1)
-    n_cached = loads.whole_numbers("n_cached", n_cached, 0)
-    n_steps = loads.whole_numbers("n_output", n_output, 1) - 1
-    batch = loads.whole_numbers("batch", batch, 1)
+    n_prompt = whole_numbers("n_prompt", n_prompt, 1)
+    n_cached = whole_numbers("n_cached", n_cached, 0)
+    n_steps = whole_numbers("n_output", n_output, 1) - 1
+    batch = whole_numbers("batch", batch, 1)
     if n_cached >= n_prompt:
         raise InputError(f"n_cached is {n_cached} of n_prompt {n_prompt}; at least the last token is computed")
-    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
     sample = operations.sample_counts(config, precision, batch)
-    load = loads.forward_load(config, row_bytes, batch, n_cached, n_prompt - n_cached)
-    prefill = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample)]
-    decode = []
+
+    def phase(load, n_forwards):
+        costs = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_forwards)]
+        return Phase.of(costs, n_forwards, experts.surplus_bytes(config, precision, load))
+
+    prefill = phase(loads.forward_load(config, precision, batch, n_cached, n_prompt - n_cached), 1)
+    decode = Phase.of([], 0)
     if n_steps:
-        load = loads.decode_load(config, row_bytes, batch, n_prompt, n_steps)
-        decode = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_steps)]
-    phases = Phase.of(prefill, 1), Phase.of(decode, n_steps)
-    return _prediction(config, precision, gpu_profile(gpu), *phases, n_prompt, n_output, batch, compute)
+        decode = phase(loads.decode_load(config, precision, batch, n_prompt, n_steps), n_steps)
+    return _prediction(config, precision, gpu_profile(gpu), prefill, decode, n_prompt, n_output, batch, compute)
 
 
 def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1, compute=None):
@@ -212,18 +223,23 @@ def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1,
             f"the ledger holds {forwards.count('prefill')} prefills and {forwards.count('decode')} decode steps, expected "
             f"1 and {n_output - 1} for n_output {n_output}; record one npinfer.generate"
         )
-    costs = {"prefill": [], "decode": []}
+    costs, surplus = {"prefill": [], "decode": []}, {"prefill": 0, "decode": 0}
     for (phase, op), (_, counts) in ledger.by("phase", "op").items():
         if op != "cache_load":  # the interpreter's own copy; a GPU attends to shared blocks in place
             costs[phase].append(operations.Cost.of(counts))
-    phases = Phase.of(costs["prefill"], 1), Phase.of(costs["decode"], n_output - 1)
+        if op != "embed":
+            surplus[phase] += counts.weight_bytes_read
+    phases = []
+    for phase, n_forwards in (("prefill", 1), ("decode", n_output - 1)):
+        beyond = surplus[phase] - n_forwards * _weight_bytes(config, precision)[1]
+        phases.append(Phase.of(costs[phase], n_forwards, beyond if config.experts else 0))
     return _prediction(config, precision, gpu_profile(gpu), *phases, n_prompt, n_output, batch, compute)
 
 
 def floor_s(phase, gpu, peak):
     """Seconds below which a phase cannot end, and what bounds it."""
     compute = phase.needed_flops / peak
-    bandwidth = phase.streamed_bytes / gpu.memory_bytes_per_s
+    bandwidth = phase.least_bytes / gpu.memory_bytes_per_s
     return (compute, "compute") if compute > bandwidth else (bandwidth, "bandwidth")
 
 
@@ -267,7 +283,7 @@ def _level(seconds_of, prefill, decode, gpu, peak, n_output):
 
 
 def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
-    n_params = _n_streamed_parameters(config)
+    n_params = _n_params_of_a_token(config)
     prefill_flops = formulas.prefill_flops_rough(batch, n_prompt, n_params)
     decode_flops = formulas.decode_flops_rough(batch, n_output, n_params)
     bandwidth_s = _weight_bytes(config, precision)[1] / gpu.memory_bytes_per_s
@@ -295,7 +311,7 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
     resident, _ = _weight_bytes(config, precision)
     cache = gpu.last_level_cache_bytes
-    step_bytes = decode.streamed_bytes / decode.n_forwards if decode.n_forwards else prefill.streamed_bytes
+    step_bytes = decode.least_bytes / decode.n_forwards if decode.n_forwards else prefill.least_bytes
     needed = resident + formulas.kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
     return Prediction(
         gpu=gpu,
@@ -315,7 +331,12 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
     )
 
 
-_n_streamed_parameters = lru_cache(maxsize=256)(formulas.n_streamed_parameters)
+@lru_cache(maxsize=256)
+def _n_params_of_a_token(config):
+    """Streamed parameters, without the experts that a token does not use."""
+    idle = formulas.n_parameters(config) - formulas.n_active_parameters(config)
+    return formulas.n_streamed_parameters(config) - idle
+
 
 
 @lru_cache(maxsize=256)

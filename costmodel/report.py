@@ -9,7 +9,7 @@ from time import perf_counter
 
 from costmodel import caching, formulas
 from costmodel.loads import decode_load, forward_load
-from costmodel.operations import operation_counts, sample_counts, stored_rows_bytes
+from costmodel.operations import operation_counts, sample_counts
 from costmodel.prediction import predict_from
 from npinfer import Ledger, Precision, generate
 from npinfer.checks import whole
@@ -102,15 +102,19 @@ def numeric_memory_bytes(config, batch, n_prompt, n_output):
     """Bytes that a numeric run holds at its peak, all arrays float32; an estimate, good to some 10 %.
 
     Weights and the whole KV cache; beside them whichever is larger of laying
-    out the largest matrix (some copies of it) and the prefill's activations.
+    out the largest matrix (some copies of it) and the prefill's activations,
+    keys and values expanded from a latent included.
     """
     d, d_ff, n_tokens = config.d_model, config.d_ff, batch * n_prompt
+    if config.experts:
+        d_ff = max(d_ff, config.experts.n_active * config.experts.d_ff)
+    expanded = config.n_heads * (config.head_dim + config.value_dim) if config.latent else 0
     fp32 = Precision("fp32", "fp32", "fp32")
     weights = 4 * formulas.n_parameters(config)
     kv = batch * (n_prompt + n_output) * formulas.kv_bytes_per_token(config, fp32)
-    largest = 4 * max(config.vocab_size * d, 2 * d * d_ff)
+    largest = 4 * max(config.vocab_size * d, 2 * d * config.d_ff)
     scores = min(BLOCK_ELEMENTS, batch * config.n_heads * n_prompt**2)
-    activations = 4 * (n_tokens * (4 * d + 4 * d_ff) + 2 * scores + batch * config.vocab_size)
+    activations = 4 * (n_tokens * (4 * d + 4 * d_ff + expanded) + 2 * scores + batch * config.vocab_size)
     return weights + kv + max(4 * largest, activations) + 60_000_000  # Python and NumPy themselves
 
 
@@ -121,16 +125,12 @@ def n_tensors(config):
 
 def closed_forms(config, precision, n_prompt, n_output, batch):
     """Counts of every operation by closed form: (phase, op) -> Counts, sampling included."""
-
-    def row_bytes(n_rows):
-        return stored_rows_bytes(precision, config.d_model, n_rows)
-
     sample = sample_counts(config, precision, batch)
-    load = forward_load(config, row_bytes, batch, 0, n_prompt)
+    load = forward_load(config, precision, batch, 0, n_prompt)
     by_op = {("prefill", op): counts for op, counts in operation_counts(config, precision, load).items()}
     by_op["prefill", "sample"] = sample
     if n_output > 1:
-        load = decode_load(config, row_bytes, batch, n_prompt, n_output - 1)
+        load = decode_load(config, precision, batch, n_prompt, n_output - 1)
         by_op |= {("decode", op): counts for op, counts in operation_counts(config, precision, load).items()}
         by_op["decode", "sample"] = sample * (n_output - 1)
     return by_op

@@ -252,14 +252,14 @@ def test_gains_and_biases_stay_at_16_bits_or_more(weights, vectors):
 ])
 def test_stored_bytes_of_a_matrix(weights, shape, nbytes):
     assert Precision(weights=weights).matrices.nbytes(shape) == nbytes
-    assert costmodel.operations.stored_matrix_bytes(Precision(weights=weights), *shape) == nbytes
+    assert costmodel.storage.matrix_bytes(Precision(weights=weights).matrices, *shape) == nbytes
 
 
 @pytest.mark.parametrize("bits, n, nbytes", [(4.83, 100, 61), (8, 3, 3), (0.5, 3, 1), (2.3, 1000, 288), (4.1, 80, 41)])
 def test_stored_bytes_of_mixed_formats_are_rounded_up_exactly(bits, n, nbytes):
     # 4.83 * 100 / 8 = 60.375; 2.3 * 1000 / 8 = 287.5; 4.1 * 80 / 8 = 41, which floats would make more of
     assert Precision(bits_per_weight=bits).matrices.nbytes((1, n)) == nbytes
-    assert costmodel.operations.stored_matrix_bytes(Precision(bits_per_weight=bits), 1, n) == nbytes
+    assert costmodel.storage.matrix_bytes(Precision(bits_per_weight=bits).matrices, 1, n) == nbytes
 
 
 def test_errors_and_records_survive_pickling():

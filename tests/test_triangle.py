@@ -34,10 +34,9 @@ def counted_forwards(chunks, n_decoded):
 
 def closed_by_operation(config, precision, batch, chunks, n_decoded, all_logits):
     """(phase, op) -> Counts of a run, from the closed forms of its forwards."""
-    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
     by_operation = {}
     for phase, n_cached, n_new in counted_forwards(chunks, n_decoded):
-        load = loads.forward_load(config, row_bytes, batch, n_cached, n_new, all_logits and phase == "prefill")
+        load = loads.forward_load(config, precision, batch, n_cached, n_new, all_logits and phase == "prefill")
         for op, counts in operations.operation_counts(config, precision, load).items():
             by_operation[phase, op] = by_operation.get((phase, op), Counts()) + counts
     return by_operation
@@ -130,8 +129,7 @@ def test_generate_is_a_prefill_its_decode_and_a_sample_after_each(config, precis
 @example(T1, FP32, 1, 0, 2**30, False)  # costs about 2**62 or beyond leave the int64 product for Python ints
 @example(MISTRAL, Precision(), 3, 0, 2**23, True)
 def test_costs_of_operations_are_those_of_their_counts(config, precision, batch, n_cached, n_new, all_logits):
-    row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
-    load = loads.forward_load(config, row_bytes, batch, n_cached, n_new, all_logits)
+    load = loads.forward_load(config, precision, batch, n_cached, n_new, all_logits)
     expected = [
         [
             counts.matmul_flops - counts.masked_flops,
