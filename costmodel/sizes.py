@@ -11,10 +11,13 @@ from costmodel.tensors import tensors
 def n_parameters(config):
     """Parameters of the model, a tied head once, all experts.
 
+    The correction of a sigmoid gate is none: it is stored, and set in training
+    by a rule and not by a gradient (DeepSeek-AI 2024, arXiv:2412.19437, section 2.1.2).
+
     >>> n_parameters(npinfer.preset("mistral-7b"))
     7241732096
     """
-    return sum([tensor.n_parameters for tensor in tensors(config).values()])
+    return sum([tensor.n_parameters for name, tensor in tensors(config).items() if name != "router_correction"])
 
 
 def n_active_parameters(config):

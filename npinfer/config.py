@@ -182,8 +182,13 @@ class ModelConfig:
             raise ConfigError(f"{self.rope_dim} elements of a head are rotated, expected at most {widest} (head_dim {self.head_dim})")
         if self.learned_positions and self.max_context is None:
             raise ConfigError("learned_positions needs max_context: the table has a row for each position")
-        if self.latent and (self.n_kv_heads != self.n_heads or self.qk_norm or self.qkv_bias or self.learned_positions):
-            raise ConfigError("a latent goes with n_kv_heads equal to n_heads, and without qk_norm, qkv_bias and learned_positions")
+        if self.latent:
+            others = [name for name in ("qk_norm", "qkv_bias", "learned_positions", "attn_sinks", "rotary_dim") if getattr(self, name)]
+            if others or self.n_kv_heads != self.n_heads:
+                met = ", ".join(others) or f"n_kv_heads {self.n_kv_heads} of n_heads {self.n_heads}"
+                raise ConfigError(f"a latent does not go with {met}")
+        if self.experts and self.experts.n_shared and self.post_norm:
+            raise ConfigError("shared experts do not go with post_norm: their results are added one after another")
         if (self.mlp_act == "clamped_swiglu") != (self.act_limit is not None and self.act_alpha is not None):
             raise ConfigError("act_limit and act_alpha go with mlp_act 'clamped_swiglu', both")
         if self.experts and self.mlp_act == "gelu":

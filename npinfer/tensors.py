@@ -15,7 +15,7 @@ def layer_tensors(config, kind):
     if config.norm == "layer":
         norms |= {name + ".bias": shape for name, shape in norms.items()}
     attention = _latent_tensors(config) if config.latent else _attention_tensors(config)
-    mlp = _expert_tensors(config) if kind.sparse else _mlp_tensors(config, "", config.d_ff)
+    mlp = _expert_tensors(config) if kind.sparse else _mlp_tensors(config, config.d_ff)
     return norms | attention | mlp
 
 
@@ -56,13 +56,13 @@ def _latent_tensors(config):
     return shapes | ({"o_proj.bias": (d,)} if config.o_bias else {})
 
 
-def _mlp_tensors(config, prefix, d_ff):
+def _mlp_tensors(config, d_ff):
     d = config.d_model
     shapes = {"gate_proj": (d_ff, d)} if config.gated else {}
     shapes |= {"up_proj": (d_ff, d), "down_proj": (d, d_ff)}
     if config.mlp_bias:
         shapes |= {name + ".bias": shape[:1] for name, shape in shapes.items()}
-    return {prefix + name: shape for name, shape in shapes.items()}
+    return shapes
 
 
 def _expert_tensors(config):
@@ -72,9 +72,10 @@ def _expert_tensors(config):
         shapes["router.bias"] = (experts.n_experts,)
     if experts.gate == "sigmoid":
         shapes["router_correction"] = (experts.n_experts,)
-    shapes |= {name: (experts.n_experts, *shape) for name, shape in _mlp_tensors(config, "", experts.d_ff).items()}
+    shapes |= {name: (experts.n_experts, *shape) for name, shape in _mlp_tensors(config, experts.d_ff).items()}
     if experts.n_shared:
-        shapes |= _mlp_tensors(config, "shared_", experts.n_shared * experts.d_ff)
+        shared = _mlp_tensors(config, experts.n_shared * experts.d_ff)
+        shapes |= {"shared_" + name: shape for name, shape in shared.items() if not name.endswith(".bias")}
     return shapes
 
 

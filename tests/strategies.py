@@ -97,7 +97,9 @@ def any_configs(draw):
             kv_rank=draw(st.integers(2, 7)), rope_dim=2, value_dim=draw(st.integers(1, 5)),
             q_rank=draw(st.none() | st.integers(2, 5)),
         )
-        fields |= {"latent": latent, "head_dim": draw(st.integers(3, 6)), "n_kv_heads": base.n_heads, "qkv_bias": False}
+        fields |= {
+            "latent": latent, "head_dim": draw(st.integers(3, 6)), "n_kv_heads": base.n_heads, "qkv_bias": False, "attn_sinks": False,
+        }
     else:
         fields["qk_norm"] = draw(st.sampled_from([None, "head", "full"]))
         fields |= draw(

@@ -93,9 +93,9 @@ def test_flops_and_parameters_of_an_independent_implementation(case):
     forwards = [(0, n_prompt, True), (0, n_prompt, False), (n_prompt, 1, False)]
     counted = [forward_counts(config, FP32, batch, *forward) for forward in forwards]
     assert [counts.matmul_flops for counts in counted] == flops
-    # It takes the router's correction, one number for each expert, for a buffer; published totals count it.
+    # The router's correction, one number for each expert, is stored and is no parameter.
     correction = 4 if case == "deepseek-v3" else 0
-    assert formulas.n_parameters(config) == n_parameters + correction
+    assert formulas.n_parameters(config) == n_parameters
     assert formulas.weight_bytes(config, FP32) == 4 * (n_parameters + correction)
 
 
