@@ -66,6 +66,12 @@ FORMATS = {
         Format("fp8", 8),
         Format("int8", 8, group=0),
         Format("int4", 4, group=128),
+        # Blocks of a GGUF file: the bits have the scales in them, and widening is not counted.
+        Format("q8_0", 8.5, ratio=(17, 2)),
+        Format("q4_0", 4.5, ratio=(9, 2)),
+        Format("q4_1", 5.0, ratio=(5, 1)),
+        Format("q4_k", 4.5, ratio=(9, 2)),
+        Format("q6_k", 6.5625, ratio=(105, 16)),
     )
 }
 ALLOWED = {
@@ -73,6 +79,7 @@ ALLOWED = {
     "kv": ("fp32", "fp16", "bf16", "fp8", "int8"),
     "activations": ("fp32", "fp16", "bf16", "fp8"),
 }
+OF_GGUF = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")
 NUMERIC = {"weights": ("fp32", "fp16", "bf16", "int8"), "kv": ("fp32", "fp16", "bf16")}
 
 
@@ -102,6 +109,8 @@ class Precision:
     bits_per_weight : float, optional
         Average bits of the matrices of a mixed format, scales included; takes
         the place of `weights` for matrices.
+    exceptions : tuple of (tensor name, layer or None, format name)
+        Tensors that are stored otherwise; layer None: in every layer.
 
     Raises
     ------
@@ -115,11 +124,12 @@ class Precision:
     kv: Format = FORMATS["fp16"]
     activations: Format = FORMATS["fp16"]
     bits_per_weight: float | None = None
+    exceptions: tuple = ()
 
     def __post_init__(self):
         for field, known in ALLOWED.items():
             name = getattr(self, field)
-            if name not in known:
+            if name not in known and not (field == "weights" and name in OF_GGUF):
                 raise UnknownName(f"{field} format", name, known)
             object.__setattr__(self, field, FORMATS[name])
         if self.bits_per_weight is not None:
@@ -135,12 +145,20 @@ class Precision:
         """Format of gains and biases: 16 bits beside matrices of 8 bits or fewer."""
         return self.weights if self.weights.bits >= 16 else FORMATS["fp16"]
 
+    def format_of(self, name, layer, usual):
+        """Format of one tensor: that of the exception for it, or the usual one."""
+        for tensor, only, format_ in self.exceptions:
+            if tensor == name and only in (None, layer):
+                return FORMATS[format_]
+        return usual
+
     def check_numeric(self):
         """Raise `InputError` if real arrays cannot be held in these formats."""
         if self.bits_per_weight is not None:
             raise InputError("bits_per_weight is an average without values; leave it out or run shape-only")
         for field, known in NUMERIC.items():
-            if getattr(self, field) not in known:
+            name = getattr(self, field)
+            if name not in known and not (field == "weights" and name in OF_GGUF):
                 raise InputError(
                     f"{field} format {str(getattr(self, field))!r} is shape-only; "
                     f"a numeric run holds {', '.join(known)}"
@@ -153,7 +171,7 @@ def rounded(x, format_):
     Ties go to even.  fp32 returns `x` itself.  A value beyond fp16's largest
     becomes infinite, as in the hardware.
     """
-    if format_ == "fp32":
+    if format_ == "fp32" or format_ in OF_GGUF:  # blocks are widened as they are read: these are their values
         return x
     if format_ == "fp16":
         with np.errstate(over="ignore"):

@@ -118,9 +118,9 @@ def build(config, precision, source=None):
     else:
         head = weights.matrices(["lm_head"], shapes)
     layers = []
-    for run, window in config.runs():
+    for run, kind in config.runs():
         for layers_of in [run] if source is None else [range(layer, layer + 1) for layer in run]:
-            layers.append((layers_of, window, weights.layer(layer_tensors(config), layers_of[0])))
+            layers.append((layers_of, kind.window, weights.layer(layer_tensors(config), layers_of[0])))
     table = Array(embedding.spec[0][0], embedding.data)
     return Weights(table, tuple(layers), weights.vector("final_norm", shapes), head)
 
@@ -134,6 +134,7 @@ class _Builder:
 
     def __init__(self, precision, source):
         self.matrix_format, self.vector_format, self.source = precision.matrices, precision.vectors, source
+        self.format_of = precision.format_of
 
     def layer(self, shapes, layer):
         return LayerWeights(
@@ -147,33 +148,34 @@ class _Builder:
 
     def vector(self, name, shapes, layer=None):
         """A gain: kept at 16 bits or more."""
-        values = None
+        values, format_ = None, self.format_of(name, layer, self.vector_format)
         if self.source is not None:
-            values = rounded(self.source(name, layer, shapes[name]), self.vector_format)
-        return Array(spec(shapes[name], self.vector_format, "weight", name), values)
+            values = rounded(self.source(name, layer, shapes[name]), format_)
+        return Array(spec(shapes[name], format_, "weight", name), values)
 
     def matrices(self, names, shapes, layer=None):
         """Projections that share their input, joined."""
         specs = []
         for name in names:
             bias = shapes.get(name + ".bias")
-            matrix = spec(shapes[name], self.matrix_format, "weight", name)
-            specs.append((matrix, None if bias is None else spec(bias, self.vector_format, "weight", name)))
+            matrix = spec(shapes[name], self.format_of(name, layer, self.matrix_format), "weight", name)
+            bias_format = self.format_of(name + ".bias", layer, self.vector_format)
+            specs.append((matrix, None if bias is None else spec(bias, bias_format, "weight", name)))
         return Array(tuple(specs), None if self.source is None else self._joined(names, shapes, layer))
 
     def _joined(self, names, shapes, layer):
         parts = [self.source(name, layer, shapes[name]) for name in names]
         biases = [
-            rounded(self.source(name + ".bias", layer, shapes[name + ".bias"]), self.vector_format)
+            rounded(self.source(name + ".bias", layer, shapes[name + ".bias"]), self.format_of(name + ".bias", layer, self.vector_format))
             for name in names
             if name + ".bias" in shapes
         ]
-        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         scales = None
+        if self.matrix_format != "int8":
+            parts = [rounded(part, self.format_of(name, layer, self.matrix_format)) for name, part in zip(names, parts)]
+        rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if self.matrix_format == "int8":
             rows, scales = quantised(rows)
-        else:
-            rows = rounded(rows, self.matrix_format)
         splits, start = [], 0
         for part in parts:
             splits.append(slice(start, start + len(part)))
