@@ -3,10 +3,12 @@
 Tensor names are those of github.com/huggingface/transformers for the Llama family.
 """
 
+import os
 import re
 
 from npinfer.errors import CheckpointError
 from npinfer.formats import Precision
+from npinfer.gguf_model import read_gguf
 from npinfer.hf import config_from_hf
 from npinfer.safetensors import open_folder
 from npinfer.tensors import layer_tensors, model_tensors
@@ -63,7 +65,9 @@ class Checkpoint:
 
 
 def read_checkpoint(folder):
-    """Open the `Checkpoint` in `folder`; errors as of `Transformer.from_checkpoint`."""
+    """Open the `Checkpoint` in `folder`, or a .gguf file; errors as of `Transformer.from_checkpoint`."""
+    if os.fspath(folder).endswith(".gguf"):
+        return read_gguf(folder)
     config = config_from_hf(folder)
     tensors = open_folder(folder)
     if config.n_layers > len(tensors):

@@ -50,6 +50,20 @@ class LinearScaling(Scaling):
 
 
 @dataclass(frozen=True)
+class FactorScaling(Scaling):
+    """Each inverse frequency divided by a factor of its own, as a GGUF file stores them (Llama 3.1 and later)."""
+
+    factors: tuple
+
+    def __post_init__(self):
+        factors = tuple([positive("rope_scaling factors", factor) for factor in self.factors])
+        object.__setattr__(self, "factors", factors)
+
+    def stretched(self, theta, dim, length):
+        return unscaled(theta, dim) / np.array(self.factors)
+
+
+@dataclass(frozen=True)
 class DynamicScaling(Scaling):
     """A base that grows with the text once it is longer than `original_max_context`.
 

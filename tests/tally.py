@@ -93,6 +93,8 @@ class Watched(np.ndarray):
         return out[0] if out else self.tally.watched(result)
 
     def __array_function__(self, function, types, operands, options):
+        if function is np.argsort:  # sorting is selection, as a mask is: free
+            return function(*map(values, operands), **options)
         # np.where, np.concatenate and their like: the result is watched as its operands are.
         return self.tally.watched(super().__array_function__(function, types, operands, options))
 

@@ -16,6 +16,7 @@ import npinfer
 
 REPO = Path(__file__).parent.parent
 PACKAGES = ("npinfer", "costmodel")
+EXTRAS = {"gguf", "tokenizers"}  # imported by what needs them, never by an import of the package
 TOOLS = {path.stem for path in (REPO / "tools").glob("*.py")}
 
 
@@ -85,6 +86,8 @@ def test_every_data_file_is_declared():
 def test_nothing_but_numpy_and_tabulate_is_needed():
     assert [line.partition(">=")[0] for line in declared("options", "install_requires")] == ["numpy", "tabulate"]
     assert [line.partition(">=")[0] for line in declared("options.extras_require", "test")] == ["hypothesis", "pytest"]
+    extras = declared("options.extras_require", "gguf") + declared("options.extras_require", "hf")
+    assert {line.partition(">=")[0] for line in extras} == EXTRAS
 
 
 # ---- what an import loads
@@ -103,7 +106,7 @@ def loaded():
     return set(result.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["tabulate", "json", "tomllib", "hypothesis", "pytest", "decimal", "argparse"])
+@pytest.mark.parametrize("name", [*sorted(EXTRAS), "tabulate", "json", "tomllib", "hypothesis", "pytest", "decimal", "argparse"])
 def test_an_import_does_not_load(loaded, name):
     """What only some uses need is loaded by those uses: a start takes a fraction of a second."""
     assert "npinfer.model" in loaded
@@ -132,7 +135,7 @@ def modules(folder):
 
 @pytest.mark.parametrize("path", modules("npinfer"), ids=lambda path: path.name)
 def test_npinfer_imports_itself_and_numpy(path):
-    assert set(imports(path)) - sys.stdlib_module_names <= {"npinfer", "numpy"}
+    assert set(imports(path)) - sys.stdlib_module_names - EXTRAS <= {"npinfer", "numpy"}
 
 
 @pytest.mark.parametrize("path", modules("costmodel"), ids=lambda path: path.name)
