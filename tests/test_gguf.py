@@ -21,7 +21,8 @@ from npinfer.gguf_file import FORMATS_READ, open_gguf
 from npinfer.gguf_model import half_split, read_gguf
 from npinfer.scaling import FactorScaling
 from npinfer.scaling import LinearScaling, RopeScaling
-from npinfer.weights import layer_tensors, model_tensors, random_source
+from npinfer.tensors import layer_tensors, model_tensors
+from npinfer.weights import random_source
 from strategies import FP32, some_tokens
 
 gguf = pytest.importorskip("gguf", reason='the gguf package is not installed: pip install "npinfer[gguf]"')
@@ -41,8 +42,8 @@ NAMES = {"embed": "token_embd", "final_norm": "output_norm", "lm_head": "output"
 def tensors_of(config, source=random_source(0)):
     """(our name, layer, values) of every tensor, in the layout of the model; `source` is asked in this order."""
     tensors = [(name, None, source(name, None, shape)) for name, shape in model_tensors(config).items()]
-    for layer in range(config.n_layers):
-        tensors += [(name, layer, source(name, layer, shape)) for name, shape in layer_tensors(config).items()]
+    for layer, kind in enumerate(config.kinds):
+        tensors += [(name, layer, source(name, layer, shape)) for name, shape in layer_tensors(config, kind).items()]
     return tensors
 
 
