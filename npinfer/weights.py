@@ -65,20 +65,50 @@ class Weights:
             yield from [part for part in parts if part is not None]
 
 
-def layer_tensors(config):
-    """Shape of every tensor of one layer, by name; a matrix is (d_out, d_in)."""
-    d, d_ff = config.d_model, config.d_ff
-    d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    matrices = {
-        "q_proj": (d_q, d, config.qkv_bias),
-        "k_proj": (d_kv, d, config.qkv_bias),
-        "v_proj": (d_kv, d, config.qkv_bias),
-        "o_proj": (d, d_q, config.o_bias),
-        "gate_proj": (d_ff, d, config.mlp_bias),
-        "up_proj": (d_ff, d, config.mlp_bias),
-        "down_proj": (d, d_ff, config.mlp_bias),
-    }
-    shapes = {"attn_norm": (d,), "mlp_norm": (d,)}
+def layer_tensors(config, kind=None):
+    """Shape of every tensor of one layer of a `LayerKind`, by name; a matrix is (d_out, d_in), those of experts (E, d_out, d_in)."""
+    d, hd, nh = config.d_model, config.head_dim, config.n_heads
+    d_q, d_kv, d_v = nh * hd, config.n_kv_heads * hd, nh * config.value_dim
+    kind = kind or config.kinds[0]
+    shapes, latent, experts = {}, config.latent, config.experts
+    norms = ["attn_norm", "mlp_norm"] * config.pre_norm + ["post_attn_norm", "post_mlp_norm"] * config.post_norm
+    for name in norms:
+        shapes[name] = (d,)
+        if config.norm == "layer":
+            shapes[name + ".bias"] = (d,)
+    if latent:
+        matrices = {"q_down": (latent.q_rank, d, False), "q_up": (d_q, latent.q_rank, False)} if latent.q_rank else {"q_proj": (d_q, d, False)}
+        if latent.q_rank:
+            shapes["q_norm"] = (latent.q_rank,)
+        matrices["kv_down"] = (latent.kv_rank + latent.rope_dim, d, False)
+        shapes["k_norm"] = (latent.kv_rank,)
+        matrices["kv_expand"] = (nh * (hd - latent.rope_dim + latent.value_dim), latent.kv_rank, False)
+    else:
+        matrices = {"q_proj": (d_q, d, config.qkv_bias), "k_proj": (d_kv, d, config.qkv_bias), "v_proj": (d_kv, d, config.qkv_bias)}
+        if config.qk_norm:
+            full = config.qk_norm == "full"
+            shapes |= {"q_norm": (d_q if full else hd,), "k_norm": (d_kv if full else hd,)}
+    if config.attn_sinks:
+        shapes["sinks"] = (nh,)
+    matrices["o_proj"] = (d, d_v, config.o_bias)
+
+    def mlp(prefix, f, lead=()):
+        named = {prefix + "gate_proj": (f, d)} if config.gated else {}
+        named |= {prefix + "up_proj": (f, d), prefix + "down_proj": (d, f)}
+        for name, shape in named.items():
+            shapes[name] = lead + shape
+            if config.mlp_bias:
+                shapes[name + ".bias"] = lead + shape[:1]
+
+    if kind.sparse:
+        matrices["router"] = (experts.n_experts, d, experts.router_bias)
+        if experts.gate == "sigmoid":
+            shapes["router_correction"] = (experts.n_experts,)
+        mlp("", experts.d_ff, (experts.n_experts,))
+        if experts.n_shared:
+            mlp("shared_", experts.n_shared * experts.d_ff)
+    else:
+        mlp("", config.d_ff)
     for name, (d_out, d_in, has_bias) in matrices.items():
         shapes[name] = (d_out, d_in)
         if has_bias:
@@ -89,6 +119,10 @@ def layer_tensors(config):
 def model_tensors(config):
     """Shape of every tensor outside the layers, by name."""
     shapes = {"embed": (config.vocab_size, config.d_model), "final_norm": (config.d_model,)}
+    if config.norm == "layer":
+        shapes["final_norm.bias"] = (config.d_model,)
+    if config.learned_positions:
+        shapes["positions"] = (config.max_context, config.d_model)
     if not config.tie_embeddings:
         shapes["lm_head"] = (config.vocab_size, config.d_model)
     return shapes
