@@ -74,7 +74,7 @@ def _read(source):
         path = os.path.join(path, "config.json")
     try:
         with open(path, "rb") as file:
-            content = json.loads(file.read())
+            content = json.loads(file.read(), object_pairs_hook=_unique)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); expected a config.json or the folder that holds one"
@@ -84,6 +84,16 @@ def _read(source):
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: holds {type(content).__name__}, expected a JSON object")
     return path, content
+
+
+def _unique(pairs):
+    """The object of these keys and values; a key that is there twice may say two things."""
+    content = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key!r:.60} appears twice")
+        content[key] = value
+    return content
 
 
 def _name(content, where):

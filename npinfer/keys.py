@@ -31,15 +31,17 @@ SYNONYMS = {
 # Settings of training, generation, bookkeeping and speed: none changes a logit.
 NO_EFFECT = frozenset(
     """
-    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path add_bos_token add_eos_token
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path _num_labels add_bos_token
+    add_eos_token
     architectures attention_dropout attn_implementation attn_pdrop auto_map aux_loss_alpha bad_words_ids
     begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward cross_attention_hidden_size
     decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop encoder_no_repeat_ngram_size ep_size
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
     hidden_dropout id2label ignore_index initial_context_length initializer_range is_decoder is_encoder_decoder
     is_llama_config label2id language length_penalty license max_length max_sequence_length max_window_layers min_length
-    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    model_type n_special name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_past output_router_logits output_scores pad_token_id
+    predict_special_tokens prefix pretraining_tp problem_type
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate router_aux_loss_coef
     router_jitter_noise sep_token_id seq_aux summary_activation summary_first_dropout summary_proj_to_labels summary_type
     summary_use_proj suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class

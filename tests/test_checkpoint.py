@@ -10,6 +10,8 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import npinfer
 from npinfer import CheckpointError, ConfigError, InputError, Precision, Transformer, UnknownName
@@ -498,3 +500,26 @@ def test_it_is_not_ignored_if_it_is_an_ordinary_layer(checkpoint):
 ])  # fmt: skip
 def test_configs_that_the_tensors_contradict(checkpoint, case, keys, match):
     refused(checkpoint(case, **keys), match)
+
+
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+SIZES = sorted({key for case in CASES for key, value in json.loads((GOLDEN / case / "config.json").read_text()).items()
+                if type(value) in (int, bool)})  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=st.sampled_from(CASES),
+    keys=st.dictionaries(st.sampled_from(SIZES), st.integers(0, 100) | st.booleans() | st.just(2**31), max_size=3),
+)
+def test_any_sizes_in_the_config_are_read_or_refused(tmp_path, case, keys):
+    for path in (GOLDEN / case).iterdir():
+        if not (tmp_path / case / path.name).exists():
+            (tmp_path / case).mkdir(exist_ok=True)
+            shutil.copy(path, tmp_path / case)
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    (tmp_path / case / "config.json").write_text(json.dumps(config | keys))
+    try:
+        assert read_checkpoint(tmp_path / case).config.n_layers == config.get("num_hidden_layers", config.get("n_layer"))
+    except (CheckpointError, ConfigError) as error:
+        assert str(error).startswith(str(tmp_path)) and "\n" not in str(error)

@@ -176,7 +176,8 @@ PUBLISHED = {
         "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
         "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
         "summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
-        "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "summary_use_proj": True, "predict_special_tokens": True, "output_past": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
         "vocab_size": 50257,
     },
     "olmo-2-7b": {
@@ -388,7 +389,7 @@ def test_a_part_of_a_head_is_rotated():
     ("gemma3", {"attn_logit_softcapping": 50.0}, "the key 'attn_logit_softcapping'"),
     ("gemma3", {"use_bidirectional_attention": True}, "the key 'use_bidirectional_attention'"),
     ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "expected to hold full_attention and sliding_attention"),
-    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "rope type is 'linear'.*supported: default"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"type": "linear"}}}, "rope type is 'linear'.*supported: default"),
     ("gemma2", {"hidden_activation": "gelu"}, "hidden_act is 'gelu', supported: gelu_pytorch_tanh"),
     ("gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu' and hidden_activation 'gelu_pytorch_tanh'; which one"),
     ("gemma2", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'default' but has full_attention"),

@@ -81,6 +81,8 @@ def test_it_is_called_what_the_file_or_its_folder_is_called(tmp_path):
         (b"[1, 2]", "holds list, expected a JSON object"),
         (b"null", "holds NoneType, expected a JSON object"),
         (b"{}", "model_type is None, which is not supported"),
+        (b'{"model_type": "llama", "model_type": "mistral"}', "is not JSON .the key 'model_type' appears twice"),
+        (b'{"model_type": "llama", "rope_scaling": {"factor": 2, "factor": 4}}', "the key 'factor' appears twice"),
     ],
 )
 def test_a_file_that_is_no_config(tmp_path, content, match):
