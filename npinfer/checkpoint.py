@@ -1,32 +1,20 @@
 """A published checkpoint as a source of weights: names, shapes and formats checked before anything is run.
 
-Tensor names are those of github.com/huggingface/transformers for the Llama family.
+Names of tensors, and how they are stored, are those of `npinfer.families`.
 """
 
 import os
 import re
 
+import numpy as np
+
 from npinfer.errors import CheckpointError
 from npinfer.formats import Precision
 from npinfer.gguf_model import read_gguf
-from npinfer.hf import config_from_hf
+from npinfer.hf import read_config
+from npinfer.layouts import Layout
 from npinfer.safetensors import open_folder
 from npinfer.tensors import layer_tensors, model_tensors
-
-OUTSIDE = {"embed": "model.embed_tokens", "final_norm": "model.norm", "lm_head": "lm_head"}
-INSIDE = {
-    "attn_norm": "input_layernorm",
-    "q_proj": "self_attn.q_proj",
-    "k_proj": "self_attn.k_proj",
-    "v_proj": "self_attn.v_proj",
-    "o_proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate_proj": "mlp.gate_proj",
-    "up_proj": "mlp.up_proj",
-    "down_proj": "mlp.down_proj",
-}
-# Buffers that older checkpoints store; they follow from the config.
-IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
 class Checkpoint:
@@ -37,8 +25,9 @@ class Checkpoint:
     config : ModelConfig
     """
 
-    def __init__(self, folder, config, tensors, expected):
-        self.config, self._folder, self._tensors, self._expected = config, folder, tensors, expected
+    def __init__(self, folder, published, tensors, layout, expected):
+        self.config, self._offset = published.config, np.float32(published.family.gain_offset)
+        self._folder, self._tensors, self._layout, self._expected = folder, tensors, layout, expected
 
     def precision(self, **formats):
         """`Precision` of `formats`; by default weights as they are stored, KV and activations fp32.
@@ -48,10 +37,12 @@ class Checkpoint:
         CheckpointError
             If the weight format is not given, and matrices are stored in several.
         """
-        return Precision(**{"weights": formats.get("weights") or self._stored(), "kv": "fp32", "activations": "fp32", **formats})
+        weights = formats.get("weights") or self._stored()
+        return Precision(**{"weights": weights, "kv": "fp32", "activations": "fp32", **formats})
 
     def _stored(self):
-        formats = {self._tensors.dtype(name) for name, shape in self._expected.items() if len(shape) == 2}
+        matrices = [name for name, shape in self._expected.items() if len(shape) > 1 and not name.endswith("bias")]
+        formats = {self._tensors.dtype(name) for name in matrices}
         if len(formats) > 1:
             raise CheckpointError(
                 f"{self._folder}: matrices are stored in {', '.join(sorted(formats))}; say which format to hold them in "
@@ -59,53 +50,78 @@ class Checkpoint:
             )
         return formats.pop()
 
-    def source(self, name, layer, shape):
-        """One tensor as a float32 array, for `npinfer.weights.build`."""
-        return self._tensors.float32(_published(name, layer))
+    def source(self, name, layer, shape, expert=None):
+        """One tensor, or that of one expert, as a float32 array, for `npinfer.weights.build`."""
+        values = self._tensors.float32(
+            self._layout.name(name, layer, expert), lambda stored: self._layout.ours(stored, name, layer, expert)
+        )
+        return values + self._offset if self._offset and name.endswith("norm") else values
 
 
 def read_checkpoint(folder):
     """Open the `Checkpoint` in `folder`, or a .gguf file; errors as of `Transformer.from_checkpoint`."""
     if os.fspath(folder).endswith(".gguf"):
         return read_gguf(folder)
-    config = config_from_hf(folder)
-    tensors = open_folder(folder)
-    if config.n_layers > len(tensors):
-        raise CheckpointError(
-            f"{folder}: config.json has {config.n_layers} layers but only {len(tensors)} tensors are stored; "
-            "do they belong together?"
-        )
-    expected = _expected(config)
-    _check(folder, tensors, config, expected)
-    return Checkpoint(folder, config, tensors, expected)
+    published = read_config(folder)
+    config, family, tensors = published.config, published.family, open_folder(folder)
+    _check_numbers(folder, config, family, len(tensors))
+    layout = Layout(
+        family,
+        config,
+        model_tensors(config),
+        {kind: layer_tensors(config, kind) for kind in set(config.kinds)},
+        bare=not any(name.startswith(family.prefix) for name in tensors.names()),
+        interleaved=published.keys.take("rope_interleave", True),
+    )
+    expected = layout.expected()
+    stored = {name for name in tensors.names() if not re.fullmatch(family.ignored, name)}
+    stored -= _further_layers(published, stored)
+    if config.tie_embeddings:
+        stored -= _tied_head(folder, tensors, family, layout)
+    _check(folder, tensors, stored, expected)
+    return Checkpoint(folder, published, tensors, layout, expected)
 
 
-def _published(name, layer):
-    """Published name of one of our tensors."""
-    name, _, bias = name.partition(".")
-    kind = bias or "weight"
-    return f"{OUTSIDE[name]}.{kind}" if layer is None else f"model.layers.{layer}.{INSIDE[name]}.{kind}"
-
-
-def _expected(config):
-    """Shape of every tensor that a checkpoint of this config holds, by published name."""
-    shapes = {_published(name, None): shape for name, shape in model_tensors(config).items()}
-    for layer in range(config.n_layers):
-        shapes |= {_published(name, layer): shape for name, shape in layer_tensors(config).items()}
-    return shapes
-
-
-def _check(folder, tensors, config, expected):
-    """Raise `CheckpointError` unless the tensors stored are those expected."""
-    stored = {name for name in tensors.names() if not IGNORED.fullmatch(name)}
-    if config.tie_embeddings and "lm_head.weight" in stored:
-        # Some checkpoints write the tied matrix twice; a different one would be a different model.
-        if not _same(tensors, "lm_head.weight", "model.embed_tokens.weight"):
+def _check_numbers(folder, config, family, n_tensors):
+    """Raise `CheckpointError` if the config has more layers or experts than could be stored, before they are listed."""
+    n_experts = 0
+    if any("{expert}" in str(stored) for stored in family.experts_inside.values()):
+        n_experts = config.experts.n_experts * sum([kind.sparse for kind in config.kinds])
+    for n, what in ((config.n_layers, "layers"), (n_experts, "experts in all layers")):
+        if n > n_tensors:
             raise CheckpointError(
-                f"{folder}: config.json ties the head to the embedding, but lm_head.weight differs from it; "
-                "set tie_word_embeddings to false if the head is its own"
+                f"{folder}: config.json has {n} {what} but only {n_tensors} tensors are stored; do they belong together?"
             )
-        stored.discard("lm_head.weight")
+
+
+def _further_layers(published, names):
+    """Tensors of the layers behind the last that predict more than one token, which are not run; they have an `eh_proj`."""
+    first, n_further = published.config.n_layers, published.keys.take("num_nextn_predict_layers") or 0
+    prefixes = [f"{published.family.layers}{layer}." for layer in range(first, first + min(n_further, len(names)))]
+    further = tuple([prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in names])
+    return {name for name in names if name.startswith(further)}
+
+
+def _tied_head(folder, tensors, family, layout):
+    """Name of a tied head that is stored all the same; a different one would be a different model."""
+    head, embedding = family.outside["lm_head"], layout.name("embed", None)
+    if head not in tensors:
+        return set()
+    if embedding in tensors and not _same(tensors, head, embedding):
+        raise CheckpointError(
+            f"{folder}: config.json ties the head to the embedding, but {head} differs from it; "
+            "set tie_word_embeddings to false if the head is its own"
+        )
+    return {head}
+
+
+def _same(tensors, *names):
+    first, second = [tensors.read(name) for name in names]
+    return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())
+
+
+def _check(folder, tensors, stored, expected):
+    """Raise `CheckpointError` unless the tensors stored are those expected."""
     if missing := sorted(expected.keys() - stored):
         raise CheckpointError(
             f"{folder}: {len(missing)} tensors of the config are missing, first {missing[0]!r}; "
@@ -122,8 +138,3 @@ def _check(folder, tensors, config, expected):
                 f"{folder}: {name} is {tensors.shape(name)}, expected {shape} by config.json; do they belong together?"
             )
         tensors.read(name)  # a view: raises if the dtype is not one that can be read
-
-
-def _same(tensors, *names):
-    first, second = [tensors.read(name) for name in names]
-    return first.dtype == second.dtype and first.shape == second.shape and bool((first == second).all())

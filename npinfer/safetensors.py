@@ -109,9 +109,12 @@ class Tensors:
                          "convert the checkpoint to one of these")
         return np.ndarray(shape, _READABLE[dtype][1], buffer, begin)
 
-    def float32(self, name):
-        """The values as float32, exactly: the view that `read` gives of fp32, a widened copy of fp16 and bf16."""
-        values = self.read(name)
+    def float32(self, name, part=lambda values: values):
+        """The values as float32, exactly: the view that `read` gives of fp32, a widened copy of fp16 and bf16.
+
+        `part` is called with what `read` gives, and what it returns of that is widened.
+        """
+        values = part(self.read(name))
         if self.dtype(name) != "bf16":
             return values.astype(np.float32, copy=False)
         bits = values.astype(np.uint32)

@@ -10,9 +10,12 @@ from time import perf_counter
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import npinfer
 from npinfer import CheckpointError, ConfigError, InputError, Precision, Transformer, UnknownName
+from npinfer.checkpoint import read_checkpoint
 from npinfer.safetensors import open_folder
 from test_safetensors import INDEX, STORED, encode, write
 
@@ -71,6 +74,13 @@ def logits(folder, precision=None):
     with np.load(GOLDEN / folder.name / "expected.npz") as expected:
         tokens = expected["tokens"]
     return model.prefill(tokens, model.new_cache(len(tokens)))
+
+
+def ours(folder, name, layer, shape, expert=None):
+    """One tensor in this project's layout; its shape is checked."""
+    values = read_checkpoint(folder).source(name, layer, shape, expert)
+    assert (values.shape, values.dtype) == (shape, np.float32)
+    return values
 
 
 def refused(folder, match, error=CheckpointError, **options):
@@ -164,6 +174,17 @@ def test_more_layers_than_tensors_is_refused_at_once(checkpoint, n_layers):
     message = refused(folder, f"config.json has {n_layers} layers but only 21 tensors are stored")
     assert perf_counter() - start < 1
     assert "do they belong together" in message
+
+
+@pytest.mark.parametrize("case, layers", [("mixtral-moe", 2), ("qwen3-moe", 1), ("deepseek-v3", 1)])
+@pytest.mark.parametrize("n_experts", [1000, 2**31])
+def test_more_experts_than_tensors_is_refused_at_once(checkpoint, case, layers, n_experts):
+    key = "n_routed_experts" if case == "deepseek-v3" else "num_local_experts"
+    refused(checkpoint(case, **{key: n_experts}), f"config.json has {layers * n_experts} experts in all layers but only")
+
+
+def test_experts_that_are_stored_as_one_are_refused_by_shape(checkpoint):
+    refused(checkpoint("gpt-oss", num_local_experts=2**31), r"experts\.\w+ is \(4, .*expected \(2147483648, ")
 
 
 def test_absurdly_many_layers_are_no_model(checkpoint):
@@ -313,3 +334,192 @@ def test_an_unsupported_family_is_refused_before_its_weights_are_looked_at(check
 def test_a_text_path_will_do(checkpoint):
     model = npinfer.Transformer.from_checkpoint(str(checkpoint()))
     assert model.config.name == "llama-gqa"
+
+
+# ---- other families: where their tensors stand
+
+
+@pytest.mark.parametrize("case", sorted(path.name for path in GOLDEN.iterdir()))
+def test_every_tensor_of_a_golden_case_has_its_place(case):
+    opened = read_checkpoint(GOLDEN / case)
+    with np.load(GOLDEN / case / "expected.npz") as expected:
+        n_parameters = int(expected["n_parameters"])
+    # The correction of DeepSeek's router, one element an expert, is stored but no parameter.
+    n_stored = sum(array.size for name, (_, array) in tensors_of(GOLDEN / case).items() if "correction_bias" not in name)
+    assert n_stored == n_parameters
+    assert opened.precision().weights == ("bf16" if case == "llama-bf16-sharded" else "fp32")
+
+
+def raw(case):
+    """The tensors of a golden case by published name, without what names of the first layer begin with."""
+    return {name.replace("model.layers.0.", "").replace("transformer.h.0.", ""): array
+            for name, (_, array) in tensors_of(GOLDEN / case).items()}  # fmt: skip
+
+
+def test_fused_projections_are_cut_in_rows():
+    stored, folder = raw("phi3-fused"), GOLDEN / "phi3-fused"
+    qkv, gate_up = stored["self_attn.qkv_proj.weight"], stored["mlp.gate_up_proj.weight"]
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        assert ours(folder, name, 0, (32, 32)).tolist() == qkv[32 * place : 32 * place + 32].tolist()
+    assert ours(folder, "gate_proj", 0, (80, 32)).tolist() == gate_up[:80].tolist()
+    assert ours(folder, "up_proj", 0, (80, 32)).tolist() == gate_up[80:].tolist()
+
+
+def test_fused_projections_with_fewer_kv_heads(checkpoint):
+    def fewer(tensors):
+        for layer in (0, 1):
+            name = f"model.layers.{layer}.self_attn.qkv_proj.weight"
+            tensors[name] = "F32", tensors[name][1][: 32 + 8 + 8]
+
+    folder = checkpoint("phi3-fused", fewer, num_key_value_heads=1)
+    qkv = raw("phi3-fused")["self_attn.qkv_proj.weight"]
+    assert ours(folder, "k_proj", 0, (8, 32)).tolist() == qkv[32:40].tolist()
+    assert ours(folder, "v_proj", 0, (8, 32)).tolist() == qkv[40:48].tolist()
+
+
+def test_matrices_stored_the_other_way_are_turned():
+    stored, folder = raw("gpt2"), GOLDEN / "gpt2"
+    for place, name in enumerate(("q_proj", "k_proj", "v_proj")):
+        columns = slice(32 * place, 32 * place + 32)
+        assert ours(folder, name, 0, (32, 32)).tolist() == stored["attn.c_attn.weight"][:, columns].T.tolist()
+        assert ours(folder, name + ".bias", 0, (32,)).tolist() == stored["attn.c_attn.bias"][columns].tolist()
+    assert ours(folder, "down_proj", 0, (32, 128)).tolist() == stored["mlp.c_proj.weight"].T.tolist()
+    assert ours(folder, "attn_norm.bias", 0, (32,)).tolist() == stored["ln_1.bias"].tolist()
+    assert ours(folder, "positions", None, (128, 32)).tolist() == stored["transformer.wpe.weight"].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_experts_in_one_tensor_with_alternating_columns(checkpoint, dtype):
+    folder = checkpoint("gpt-oss", stored_as(dtype) if dtype == "BF16" else None)
+    stored = {name.replace("model.layers.0.mlp.experts.", ""): array for name, (_, array) in tensors_of(folder).items()}
+    if dtype == "BF16":
+        stored = {name: (array.astype(np.uint32) << 16).view(np.float32) for name, array in stored.items()}
+    for expert in range(4):
+        gate_up, bias = stored["gate_up_proj"][expert], stored["gate_up_proj_bias"][expert]
+        for first, name in enumerate(("gate_proj", "up_proj")):
+            assert ours(folder, name, 0, (80, 32), expert).tolist() == gate_up[:, first::2].T.tolist()
+            assert ours(folder, name + ".bias", 0, (80,), expert).tolist() == bias[first::2].tolist()
+        assert ours(folder, "down_proj", 0, (32, 80), expert).tolist() == stored["down_proj"][expert].T.tolist()
+        assert ours(folder, "down_proj.bias", 0, (32,), expert).tolist() == stored["down_proj_bias"][expert].tolist()
+    assert ours(folder, "sinks", 0, (4,)).tolist() == (stored["model.layers.0.self_attn.sinks"].tolist())
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_gains_of_gemma_are_one_more_than_stored(case):
+    stored = raw(case)
+    names = {
+        "attn_norm": "input_layernorm", "post_attn_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm",
+    }  # fmt: skip
+    for name, published in names.items():
+        assert ours(GOLDEN / case, name, 0, (32,)).tolist() == (1 + stored[published + ".weight"]).tolist()
+    assert ours(GOLDEN / case, "final_norm", None, (32,)).tolist() == (1 + stored["model.norm.weight"]).tolist()
+    assert ours(GOLDEN / case, "embed", None, (101, 32)).tolist() == stored["model.embed_tokens.weight"].tolist()
+    if case == "gemma3":
+        assert ours(GOLDEN / case, "k_norm", 0, (16,)).tolist() == (1 + stored["self_attn.k_norm.weight"]).tolist()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rows_of_rope_side_by_side_come_half_a_part_apart(checkpoint, interleaved):
+    folder, stored = checkpoint("deepseek-v3", rope_interleave=interleaved), raw("deepseek-v3")
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if interleaved else list(range(8))
+    q = ours(folder, "q_up", 0, (4 * 20, 24))
+    for head in range(4):  # 12 rows without position, then 8 with
+        rows = stored["self_attn.q_b_proj.weight"][20 * head : 20 * head + 20]
+        assert q[20 * head : 20 * head + 20].tolist() == np.concatenate([rows[:12], rows[12:][order]]).tolist()
+    rows = stored["self_attn.kv_a_proj_with_mqa.weight"]
+    assert ours(folder, "kv_down", 0, (24, 32)).tolist() == np.concatenate([rows[:16], rows[16:][order]]).tolist()
+    assert ours(folder, "kv_expand", 0, (96, 16)).tolist() == stored["self_attn.kv_b_proj.weight"].tolist()
+    expert = stored["model.layers.1.mlp.experts.2.gate_proj.weight"]
+    assert ours(folder, "gate_proj", 1, (24, 32), 2).tolist() == expert.tolist()
+
+
+def test_queries_of_a_latent_without_a_rank_of_their_own(checkpoint):
+    def direct(tensors):
+        for layer in (0, 1):
+            start = f"model.layers.{layer}.self_attn."
+            down = [tensors.pop(f"{start}{name}.weight")[1] for name in ("q_a_proj", "q_a_layernorm", "q_b_proj")][0]
+            tensors[f"{start}q_proj.weight"] = "F32", np.concatenate([down] * 4)[:80]
+
+    folder = checkpoint("deepseek-v3", direct, q_lora_rank=None)
+    # A key taken away is one left out; null says that there is none.
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"q_lora_rank": None}))
+    stored = tensors_of(folder)["model.layers.0.self_attn.q_proj.weight"][1]
+    assert ours(folder, "q_proj", 0, (80, 32))[12:20].tolist() == stored[12:20][[0, 2, 4, 6, 1, 3, 5, 7]].tolist()
+
+
+# ---- other families: what is ignored
+
+
+@pytest.mark.parametrize("case, prefix", [("gpt2", "transformer."), ("gemma2", "model."), ("olmo2", "model.")])
+def test_names_may_lack_the_prefix(checkpoint, case, prefix):
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix(prefix)] = tensors.pop(name)
+
+    name, layer, shape = "down_proj", 1, (32, 128 if case == "gpt2" else 80)
+    assert ours(checkpoint(case, strip), name, layer, shape).tolist() == ours(GOLDEN / case, name, layer, shape).tolist()
+
+
+@pytest.mark.parametrize("start", ["", "transformer."])
+def test_masks_that_gpt2_stores_are_ignored(checkpoint, start):
+    def add(tensors):
+        for name in list(tensors):
+            tensors[start + name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors[f"{start}h.0.attn.bias"] = "F32", np.ones((1, 1, 128, 128), np.float32)
+        tensors[f"{start}h.1.attn.masked_bias"] = "F32", np.float32(-1e4)
+
+    read_checkpoint(checkpoint("gpt2", add))
+
+
+def test_a_layer_that_predicts_a_second_token_is_ignored(checkpoint):
+    def add(tensors):
+        for name in ("eh_proj", "enorm", "embed_tokens", "self_attn.q_a_proj"):
+            tensors[f"model.layers.2.{name}.weight"] = "F32", np.ones(3, np.float32)
+
+    assert read_checkpoint(checkpoint("deepseek-v3", add)).config.n_layers == 2
+
+
+def test_it_is_not_ignored_if_it_is_an_ordinary_layer(checkpoint):
+    refused(checkpoint("deepseek-v3", num_hidden_layers=1), r"tensors have no place in the config, first 'model\.layers\.1\.")
+
+
+@pytest.mark.parametrize("case, keys, match", [
+    ("qwen3-moe", {"num_local_experts": 4}, r"3 tensors have no place.*mlp\.experts\.4\.down_proj"),
+    ("mixtral-moe", {"num_local_experts": 5}, r"6 tensors of the config are missing, first .*experts\.4\.w1"),
+    ("qwen3-moe", {"mlp_only_layers": []}, r"missing, first 'model\.layers\.0\.mlp\.experts\.0"),
+    ("qwen3-moe", {"moe_intermediate_size": 25}, r"experts\.0\.\w+_proj\.weight is \(.*, expected \((25, 32|32, 25)\)"),
+    ("gpt-oss", {"intermediate_size": 79}, r"experts\.\w+ is \(4, .*, expected \(4, .*(79|158)"),
+    ("phi3-fused", {"num_key_value_heads": 2}, r"qkv_proj\.weight is \(96, 32\), expected \(64, 32\)"),
+    ("gpt2", {"n_positions": 129}, r"transformer\.wpe\.weight is \(128, 32\), expected \(129, 32\)"),
+    ("gpt2", {"n_inner": 64}, r"mlp\.c_\w+\.weight is \(.*, expected \((32, 64|64, 32)\)"),
+    ("deepseek-v3", {"kv_lora_rank": 15}, r"self_attn\.kv_\w+\.weight is \(.*, expected \(.*(15|23)"),
+    ("deepseek-v3", {"n_shared_experts": 2}, r"shared_experts\.\w+\.weight is \(.*, expected \(.*48"),
+    ("gemma3", {"head_dim": 8, "query_pre_attn_scalar": 16}, r"self_attn\.\w+\.weight is \(.*, expected \((8,|32, 32|16, 32)"),
+])  # fmt: skip
+def test_configs_that_the_tensors_contradict(checkpoint, case, keys, match):
+    refused(checkpoint(case, **keys), match)
+
+
+CASES = sorted(path.name for path in GOLDEN.iterdir())
+SIZES = sorted({key for case in CASES for key, value in json.loads((GOLDEN / case / "config.json").read_text()).items()
+                if type(value) in (int, bool)})  # fmt: skip
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    case=st.sampled_from(CASES),
+    keys=st.dictionaries(st.sampled_from(SIZES), st.integers(0, 100) | st.booleans() | st.just(2**31), max_size=3),
+)
+def test_any_sizes_in_the_config_are_read_or_refused(tmp_path, case, keys):
+    for path in (GOLDEN / case).iterdir():
+        if not (tmp_path / case / path.name).exists():
+            (tmp_path / case).mkdir(exist_ok=True)
+            shutil.copy(path, tmp_path / case)
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    (tmp_path / case / "config.json").write_text(json.dumps(config | keys))
+    try:
+        assert read_checkpoint(tmp_path / case).config.n_layers == config.get("num_hidden_layers", config.get("n_layer"))
+    except (CheckpointError, ConfigError) as error:
+        assert str(error).startswith(str(tmp_path)) and "\n" not in str(error)

@@ -1,5 +1,6 @@
 """Shapes of published models against their published totals, and what a config or a precision refuses."""
 
+import math
 import pickle
 import tomllib
 from dataclasses import replace
@@ -14,38 +15,80 @@ from costmodel.formulas import n_parameters, n_streamed_parameters
 from npinfer import ConfigError, ModelConfig, Precision, RopeScaling, UnknownName, preset, presets
 from npinfer.config import PRESETS
 from npinfer.tables import read_table, table_names
+from npinfer.parts import Experts, Latent
+from npinfer.scaling import LinearScaling, YarnScaling
 from npinfer.weights import layer_tensors, model_tensors
 from strategies import T1, configs
 
-# Published totals; sources in presets.toml.
-N_PARAMETERS = {
-    "mistral-7b": 7_241_732_096,
-    "llama-7b": 6_738_415_616,
-    "llama-13b": 13_015_864_320,
-    "llama-30b": 32_528_943_616,
-    "llama-65b": 65_285_660_672,
-    "llama-2-7b": 6_738_415_616,
-    "llama-2-13b": 13_015_864_320,
-    "llama-2-70b": 68_976_648_192,
-    "codellama-34b": 33_743_970_304,
-    "llama-3-8b": 8_030_261_248,
-    "llama-3-70b": 70_553_706_496,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-3.1-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.2-3b": 3_212_749_824,
-    "llama-3.3-70b": 70_553_706_496,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "mistral-7b-v0.3": 7_248_023_552,
-    "smollm2-135m": 134_515_008,
-    "smollm2-360m": 361_821_120,
-    "smollm2-1.7b": 1_711_376_384,
-    "tinyllama-1.1b": 1_100_048_384,
-    "openllama-3b": 3_426_473_600,
-    "yi-34b": 34_388_917_248,
-    "mistral-small-3.1-24b": 23_572_403_200,
+# Parameters that follow from the published shapes; sources in presets.toml.
+PUBLISHED = {
+    "Mistral-7B": 7_241_732_096,
+    "LLaMA-7B": 6_738_415_616,
+    "LLaMA-13B": 13_015_864_320,
+    "LLaMA-30B": 32_528_943_616,
+    "LLaMA-65B": 65_285_660_672,
+    "Llama-2-7B": 6_738_415_616,
+    "Llama-2-13B": 13_015_864_320,
+    "Llama-2-70B": 68_976_648_192,
+    "CodeLlama-34B": 33_743_970_304,
+    "Llama-3-8B": 8_030_261_248,
+    "Llama-3-70B": 70_553_706_496,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "SmolLM2-135M": 134_515_008,
+    "SmolLM2-360M": 361_821_120,
+    "SmolLM2-1.7B": 1_711_376_384,
+    "TinyLlama-1.1B": 1_100_048_384,
+    "OpenLLaMA-3B": 3_426_473_600,
+    "Yi-34B": 34_388_917_248,
+    "Mistral-Small-3.1-24B (text)": 23_572_403_200,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen2-7B": 7_615_616_512,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-32B": 32_763_876_352,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Gemma-2-2B": 2_614_341_888,
+    "Gemma-2-9B": 9_241_705_984,
+    "Gemma-2-27B": 27_227_128_320,
+    "Gemma-3-1B": 999_885_952,
+    "Gemma-3-4B (text)": 3_880_263_168,
+    "Gemma-3-12B (text)": 11_766_034_176,
+    "Gemma-3-27B (text)": 27_009_346_304,
+    "Phi-3-mini-4k": 3_821_079_552,
+    "Phi-4": 14_659_507_200,
+    "GPT-2 (124M)": 124_439_808,
+    "GPT-2 XL": 1_557_611_200,
+    "DeepSeek-V3": 671_026_419_200,
+    "OLMo-2-7B": 7_298_617_344,
+    "OLMo-2-13B": 13_716_198_400,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
+
+
+def preset_name(published):
+    """What the preset of a published model is called: its name in lower case, with hyphens, without a remark in brackets."""
+    return published.partition(" (")[0].lower().replace(" ", "-")
+
+
+N_PARAMETERS = {preset_name(name): n_parameters for name, n_parameters in PUBLISHED.items()}
 DATA_FILES = [Path(PRESETS), Path(costmodel.__file__).with_name("gpus.toml")]
 SIZES = ("n_layers", "d_model", "n_heads", "d_ff", "vocab_size", "n_kv_heads", "head_dim", "sliding_window", "max_context")
 
@@ -70,12 +113,20 @@ def test_every_published_total_has_its_preset():
     assert set(N_PARAMETERS) == set(presets())
 
 
+def n_elements(config):
+    """Elements of all tensors of a model, layer by layer."""
+    layers = [layer_tensors(config, kind) for kind in config.kinds]
+    return sum(math.prod(shape) for shapes in [model_tensors(config), *layers] for shape in shapes.values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_elements_of_the_tensors_equal_the_published_total(name):
+    assert n_elements(preset(name)) == N_PARAMETERS[name]
+
+
 @given(configs())
 def test_parameters_are_the_elements_of_the_tensors(config):
-    def n_elements(shapes):
-        return sum(int(np.prod(shape)) for shape in shapes.values())
-
-    assert n_parameters(config) == n_elements(model_tensors(config)) + config.n_layers * n_elements(layer_tensors(config))
+    assert n_parameters(config) == n_elements(config)
 
 
 def test_settings_that_counts_do_not_show():
@@ -86,6 +137,45 @@ def test_settings_that_counts_do_not_show():
     assert preset("mistral-7b-v0.1").windows == (4096,) * 32
     assert list(preset("mistral-7b-v0.1").runs()) == [(range(32), (4096, False))]
     assert preset("llama-3.2-1b").tie_embeddings
+
+
+def test_settings_of_the_other_families():
+    yarn = YarnScaling(32.0, 4096, truncate=False)
+    gpt_oss = preset("gpt-oss-20b")
+    assert (gpt_oss.rope_scaling, gpt_oss.windows[:3], gpt_oss.attn_sinks) == (yarn, (128, None, 128), True)
+    assert gpt_oss.experts == Experts(32, 4, 2880, gate="topk_softmax", router_bias=True)
+    deepseek = preset("deepseek-v3")
+    assert deepseek.latent == Latent(kv_rank=512, rope_dim=64, value_dim=128, q_rank=1536)
+    assert [kind.sparse for kind in deepseek.kinds] == [False] * 3 + [True] * 58
+    assert deepseek.kv_shape == (1, 1, 576)
+    # 0.1 ln(40) + 1 = 1.36888..., squared, over the root of 128 + 64
+    assert deepseek.attn_scale == pytest.approx(1.3688879454113936**2 / math.sqrt(192))
+    gemma = preset("gemma-3-27b")
+    assert gemma.windows == ((1024,) * 5 + (None,)) * 10 + (1024,) * 2
+    assert (gemma.rope_scaling, gemma.local_rope_theta) == (LinearScaling(8.0), 10000.0)
+    assert gemma.attn_scale == pytest.approx(1 / math.sqrt(168))
+    assert preset("gemma-2-27b").attn_scale == pytest.approx(1 / 12)
+    assert preset("gemma-2-9b").windows[:4] == (4096, None, 4096, None)
+    assert preset("olmo-2-7b").qk_norm == "full" and not preset("olmo-2-7b").pre_norm
+    assert preset("gpt-2").learned_positions and preset("gpt-2").rope_dim == 0
+
+
+# Published totals that count something twice, or something else, and by how many elements; the notes say it too.
+DIFFERENT = {
+    "llama-2-7b": (6_738_417_664, 2048),
+    "llama-2-13b": (13_015_866_880, 2560),
+    "llama-2-70b": (68_976_653_312, 5120),
+    "qwen3-0.6b": (751_632_384, 151_936 * 1024),
+    "qwen3-1.7b": (2_031_739_904, 151_936 * 2048),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_published_total_that_differs_is_explained(name):
+    total, difference = DIFFERENT[name]
+    assert N_PARAMETERS[name] + difference == total
+    note = read_table(PRESETS, name, "model")["note"]
+    assert str(total) in note and str(difference) in note
 
 
 @pytest.mark.parametrize("error", [KeyError, ValueError, UnknownName])
