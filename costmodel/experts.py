@@ -108,6 +108,20 @@ def touched(config, precision, n_tokens, rule="expected"):
     )
 
 
+def observed(ledger, config, precision, forward):
+    """How many experts each sparse layer read in one forward of a numeric run: a list, as `touched` takes it."""
+    sparse = [layer for layer, kind in enumerate(config.kinds) if kind.sparse]
+    if not sparse:
+        return []
+    one = dict(zip(sparse, one_expert(config, precision)[-1]))  # of down_proj
+    found = {}
+    for entry in ledger.entries(forward):
+        if entry.op == "down_proj" and entry.layers[0] in one:
+            # Shared experts come after those that are chosen, under the same name.
+            found.setdefault(entry.layers[0], entry.counts.weight_bytes_read // one[entry.layers[0]].nbytes)
+    return [found[layer] for layer in sparse]
+
+
 @lru_cache(maxsize=256)
 def _active_bytes(config, precision):
     """Stored bytes of the k experts of one token, in all layers."""

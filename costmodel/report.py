@@ -5,16 +5,17 @@ Nothing is formatted or scaled here.
 """
 
 import sys
+from dataclasses import asdict, fields
 from time import perf_counter
 
-from costmodel import caching, formulas
+from costmodel import caching, experts, formulas
 from costmodel.loads import decode_load, forward_load
 from costmodel.operations import operation_counts, sample_counts
 from costmodel.prediction import predict_from
 from npinfer import Ledger, Precision, generate
+from npinfer.attention import BLOCK_ELEMENTS
 from npinfer.checks import whole
 from npinfer.ledger import Counts
-from npinfer.attention import BLOCK_ELEMENTS
 from npinfer.tensors import layer_tensors, model_tensors
 
 SCHEMA = "npinfer-trace/1"
@@ -83,7 +84,7 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
             {"phase": phase, "op": op, "calls": calls, **counts._asdict()}
             for (phase, op), (calls, counts) in ledger.by("phase", "op").items()
         ],
-        "closed_form": {"agrees": closed_forms(**request) == by_op},
+        "closed_form": {"agrees": closed_forms(**request, touched=_touched(model, ledger, n_output)) == by_op},
         "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
         "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
         "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
@@ -123,17 +124,36 @@ def n_tensors(config):
     return len(model_tensors(config)) + sum([len(layer_tensors(config, kind)) for kind in config.kinds])
 
 
-def closed_forms(config, precision, n_prompt, n_output, batch):
-    """Counts of every operation by closed form: (phase, op) -> Counts, sampling included."""
-    sample = sample_counts(config, precision, batch)
-    load = forward_load(config, precision, batch, 0, n_prompt)
-    by_op = {("prefill", op): counts for op, counts in operation_counts(config, precision, load).items()}
-    by_op["prefill", "sample"] = sample
-    if n_output > 1:
-        load = decode_load(config, precision, batch, n_prompt, n_output - 1)
-        by_op |= {("decode", op): counts for op, counts in operation_counts(config, precision, load).items()}
-        by_op["decode", "sample"] = sample * (n_output - 1)
+def closed_forms(config, precision, n_prompt, n_output, batch, touched="expected"):
+    """Counts of every operation by closed form: (phase, op) -> Counts, sampling included.
+
+    Parameters
+    ----------
+    touched : {"expected", "all"} or list of lists
+        Experts that are read; as observed, those of each sparse layer in each forward.
+    """
+    n_steps, seen = n_output - 1, not isinstance(touched, str)
+    loads = {"prefill": [forward_load(config, precision, batch, 0, n_prompt, experts_touched=touched[0] if seen else touched)]}
+    if n_steps and seen and touched[0]:
+        loads["decode"] = [
+            forward_load(config, precision, batch, n_prompt + step, 1, experts_touched=touched[step + 1]) for step in range(n_steps)
+        ]
+    elif n_steps:
+        loads["decode"] = [decode_load(config, precision, batch, n_prompt, n_steps, "expected" if seen else touched)]
+    by_op = {}
+    for phase, of_phase in loads.items():
+        for load in of_phase:
+            for op, counts in operation_counts(config, precision, load).items():
+                by_op[phase, op] = by_op.get((phase, op), Counts()) + counts
+        by_op[phase, "sample"] = sample_counts(config, precision, batch) * (n_steps if phase == "decode" else 1)
     return by_op
+
+
+def _touched(model, ledger, n_output):
+    """Experts that a run read, as `closed_forms` takes it."""
+    if not model.numeric:
+        return model.experts
+    return [experts.observed(ledger, model.config, model.precision, forward) for forward in range(n_output)]
 
 
 def by_layer(ledger):
@@ -155,17 +175,22 @@ def by_step(ledger):
 
 
 def _model(config):
-    fields = {field: getattr(config, field) for field in MODEL_FIELDS}
-    return fields | {
+    """What the model is: its dimensions always, and of the rest what is not the default."""
+    every, described = asdict(config), {name: getattr(config, name) for name in MODEL_FIELDS}
+    described |= {field.name: every[field.name] for field in fields(config) if every[field.name] != field.default}
+    return described | {
         "n_parameters": formulas.n_parameters(config),
         "n_streamed_parameters": formulas.n_streamed_parameters(config),
     }
 
 
 def _precision(precision):
-    fields = {field: str(getattr(precision, field)) for field in ("weights", "kv", "activations")}
-    mixed = precision.bits_per_weight
-    return fields if mixed is None else fields | {"bits_per_weight": mixed}
+    described = {field: str(getattr(precision, field)) for field in ("weights", "kv", "activations")}
+    if precision.bits_per_weight is not None:
+        described["bits_per_weight"] = precision.bits_per_weight
+    if precision.exceptions:
+        described["exceptions"] = [[tensor, layer, str(format_)] for tensor, layer, format_ in precision.exceptions]
+    return described
 
 
 def _memory(config, precision, batch, n_context):

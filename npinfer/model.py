@@ -32,6 +32,8 @@ class Transformer:
     precision : Precision
     numeric : bool
         Whether it computes, or counts only.
+    experts : str
+        Which share of its experts a shape-only run reads: "expected" or "all".
     """
 
     def __init__(self, config, precision, source=None, stored=None, experts="expected"):
@@ -40,7 +42,7 @@ class Transformer:
                 f"a model takes a ModelConfig and a Precision, not {type(config).__name__} and "
                 f"{type(precision).__name__}; see npinfer.preset and npinfer.Precision"
             )
-        self.config, self.precision, self.numeric = config, precision, source is not None
+        self.config, self.precision, self.numeric, self.experts = config, precision, source is not None, experts
         if self.numeric:
             precision.check_numeric(stored)
         self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")))

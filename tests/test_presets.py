@@ -17,7 +17,7 @@ from npinfer.config import PRESETS
 from npinfer.tables import read_table, table_names
 from npinfer.parts import Experts, Latent
 from npinfer.scaling import LinearScaling, YarnScaling
-from npinfer.weights import layer_tensors, model_tensors
+from npinfer.tensors import layer_tensors, model_tensors
 from strategies import T1, configs
 
 # Parameters that follow from the published shapes; sources in presets.toml.
