@@ -36,7 +36,7 @@ class Transformer:
         Which share of its experts a shape-only run reads: "expected" or "all".
     """
 
-    def __init__(self, config, precision, source=None, stored=None, experts="expected"):
+    def __init__(self, config, precision, source=None, stored=None, experts="expected", pack=False):
         if not isinstance(config, ModelConfig) or not isinstance(precision, Precision):
             raise InputError(
                 f"a model takes a ModelConfig and a Precision, not {type(config).__name__} and "
@@ -45,14 +45,21 @@ class Transformer:
         self.config, self.precision, self.numeric, self.experts = config, precision, source is not None, experts
         if self.numeric:
             precision.check_numeric(stored)
-        self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")))
+        self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")), pack)
         self.rope = RopeTable(config, self.numeric)
         self._fingerprint = None
 
     @classmethod
-    def random(cls, config, seed=0, precision=Precision()):
-        """A numeric model with normally distributed weights; the same seed gives the same model."""
-        return cls(config, precision, random_source(whole("seed", seed, least=0)))
+    def random(cls, config, seed=0, precision=Precision(), pack=False):
+        """A numeric model with normally distributed weights; the same seed gives the same model.
+
+        Parameters
+        ----------
+        pack : bool
+            Whether matrices are kept in their format and widened in the
+            products: less memory, slower steps, the same logits.
+        """
+        return cls(config, precision, random_source(whole("seed", seed, least=0)), pack=pack)
 
     @classmethod
     def shape_only(cls, config, precision=Precision(), experts="expected"):
@@ -67,7 +74,7 @@ class Transformer:
         return cls(config, precision, experts=experts)
 
     @classmethod
-    def from_checkpoint(cls, folder, precision=None):
+    def from_checkpoint(cls, folder, precision=None, pack=False):
         """A numeric model from a published checkpoint.
 
         Parameters
@@ -76,6 +83,8 @@ class Transformer:
             Holds config.json and *.safetensors, sharded or not.
         precision : Precision, optional
             Default: the weight format that is stored, KV and activations fp32.
+        pack : bool
+            As for `random`.
 
         Raises
         ------
@@ -88,7 +97,7 @@ class Transformer:
 
         checkpoint = read_checkpoint(folder)
         stored = checkpoint.precision()
-        return cls(checkpoint.config, stored if precision is None else precision, checkpoint.source, stored)
+        return cls(checkpoint.config, stored if precision is None else precision, checkpoint.source, stored, pack=pack)
 
     def new_cache(self, batch=1, capacity=None):
         """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""

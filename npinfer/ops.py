@@ -28,6 +28,7 @@ from npinfer.formats import spread
 from npinfer.ledger import Counts, cost, record
 from npinfer.operation import operation
 from npinfer.specs import Array, spec
+from npinfer.storage import PACKED, widen
 
 TILE_ELEMENTS = 2**18  # weights widened at once: 1 MiB, which a cache holds until they are multiplied
 
@@ -61,7 +62,9 @@ def embed(tokens, table, positions, *, scale=None):
     The one weight of which a forward does not read everything: N rows.
     """
     ids = tokens.ravel()
-    out = table.rows[ids] if table.scales is None else widened(table, ids)
+    out = values_of(table, ids)
+    if table.scales is not None:
+        out *= spread(table.scales[ids], out.shape[-1], table.format)
     if scale is not None:
         out *= scale
     if positions is not None:
@@ -70,10 +73,14 @@ def embed(tokens, table, positions, *, scale=None):
     return out
 
 
-def widened(matrix, rows):
-    """Some rows of a matrix that has scales, each element multiplied by its own."""
-    codes = matrix.rows[rows]
-    return codes * spread(matrix.scales[rows], codes.shape[-1], matrix.format)
+def values_of(matrix, rows, space=None):
+    """Some rows of a matrix, its scales left out; packed ones are widened, into `space` if that is given."""
+    kept = matrix.rows[rows]
+    if kept.dtype not in PACKED:
+        return kept
+    out = np.empty(kept.shape, np.float32) if space is None else space[: len(kept)]
+    widen(kept, out)
+    return out
 
 
 def _rms_norm_rule(x, gain, eps):
@@ -180,18 +187,29 @@ def linear(x, w, *, softcap=None):
 
 def product(x, w):
     """x times all rows of a `npinfer.weights.Matrix`, its scales and its bias: (N, d_in) -> (N, sum of d_out)."""
-    if w.format.group:  # scales of groups of inputs: widened in tiles, so that they never are all at once
-        out = np.empty((len(x), len(w.rows)), x.dtype)
-        n_rows = max(1, TILE_ELEMENTS // x.shape[-1])
-        for start in range(0, len(w.rows), n_rows):
-            tile = slice(start, start + n_rows)
-            out[:, tile] = x @ widened(w, tile).T
+    if w.format.group or w.rows.dtype in PACKED:
+        out = _product_by_tiles(x, w)
     else:
         out = x @ w.rows.T
-        if w.scales is not None:
-            out *= w.scales[:, 0]
+    if w.scales is not None and not w.format.group:
+        out *= w.scales[:, 0]
     if w.bias is not None:
         out += w.bias
+    return out
+
+
+def _product_by_tiles(x, w):
+    """x times rows that are packed, or have scales within: widened some at a time, so that they never all are."""
+    d_in = x.shape[-1]
+    out = np.empty((len(x), len(w.rows)), x.dtype)
+    n_rows = max(1, TILE_ELEMENTS // d_in)
+    space = np.empty((n_rows, d_in), np.float32)
+    for start in range(0, len(w.rows), n_rows):
+        tile = slice(start, start + n_rows)
+        values = values_of(w, tile, space)
+        if w.format.group:
+            values = values * spread(w.scales[tile], d_in, w.format)
+        out[:, tile] = x @ values.T
     return out
 
 

@@ -20,6 +20,7 @@ from npinfer.formats import Format, quantised, rounded
 from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, LayerNorm, RMSNorm, no_norm
 from npinfer.operation import NOTHING
 from npinfer.specs import Array, spec
+from npinfer.storage import packed
 from npinfer.tensors import layer_tensors, model_tensors, norm_widths
 
 
@@ -28,8 +29,9 @@ class Matrix(NamedTuple):
 
     Attributes
     ----------
-    rows : float32 array (sum of d_out, d_in)
+    rows : array (sum of d_out, d_in)
         Values rounded to the storage format; for int8 and int4, the codes.
+        float32, or packed as `npinfer.storage` does it.
     scales : float32 array (sum of d_out, n_groups) or None
         One for each row (int8) or each `format.group` inputs of it (int4).
     bias : float32 array (sum of d_out,) or None
@@ -76,7 +78,7 @@ def _values(part):
             yield from _values(getattr(part, field.name))
 
 
-def build(config, precision, source=None, touched="expected"):
+def build(config, precision, source=None, touched="expected", pack=False):
     """Lay out the weights of a model.
 
     Parameters
@@ -90,12 +92,14 @@ def build(config, precision, source=None, touched="expected"):
         them.
     touched : {"expected", "all"}
         Experts that a forward reads where there is no source.
+    pack : bool
+        Whether matrices stay in as few bits as their format has.
 
     Returns
     -------
     Weights
     """
-    outside = _Builder(config, precision, source, None, model_tensors(config), touched)
+    outside = _Builder(config, precision, source, None, model_tensors(config), touched, pack)
     embedding = outside.matrices("embed")
     if config.tie_embeddings:
         table = embedding.spec[0][0]
@@ -104,7 +108,7 @@ def build(config, precision, source=None, touched="expected"):
         head = outside.matrices("lm_head")
     layers = []
     for layers_of, kind in _runs(config, precision, source is not None):
-        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched)
+        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched, pack)
         layers.append((layers_of, kind, builder.layer(kind)))
     table = Array(embedding.spec[0][0], embedding.data)
     positions = outside.vector("positions") if config.learned_positions else NOTHING
@@ -123,9 +127,9 @@ def _runs(config, precision, single):
 class _Builder:
     """Turns tensors of a source into the weights of one layer, or of what lies outside the layers."""
 
-    def __init__(self, config, precision, source, layer, shapes, touched):
+    def __init__(self, config, precision, source, layer, shapes, touched, pack):
         self.config, self.precision, self.source, self.at, self.shapes = config, precision, source, layer, shapes
-        self.touched = touched
+        self.touched, self.pack = touched, packed if pack else lambda rows, _: rows
 
     def layer(self, kind):
         return Layer(
@@ -233,7 +237,7 @@ class _Builder:
                 rows = rounded(rows, matrix.format)
             if bias is not None:
                 bias = self.values(prefix + matrix.name + ".bias", bias.shape, bias.format, expert)
-            parts.append((rows, scales, bias))
+            parts.append((self.pack(rows, matrix.format), scales, bias))
         rows, scales, biases = [each[0] if len(each) == 1 or each[0] is None else np.concatenate(each) for each in zip(*parts)]
         stops = np.cumsum([matrix.shape[0] for matrix, _ in specs]).tolist()
         splits = tuple(map(slice, [0, *stops], stops))
