@@ -6,10 +6,11 @@
 
 Read loads and operations (counts as formulas), formulas (the public closed
 forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
-reuse saves).
+reuse saves), line (what makes latency a line, and where it bends) and textbook
+(the chapter's claims, each computed).
 """
 
-from costmodel import formulas
+from costmodel import formulas, line
 from costmodel.caching import breakeven_prefix_tokens, cached_ttft_s
 from costmodel.prediction import Prediction, predict, predict_from
 from costmodel.profiles import GPU, ProfileError, gpu, gpus
@@ -23,6 +24,7 @@ __all__ = [
     "formulas",
     "gpu",
     "gpus",
+    "line",
     "predict",
     "predict_from",
 ]
