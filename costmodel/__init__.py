@@ -6,7 +6,7 @@
 
 Read loads and operations (counts as formulas), formulas (the public closed
 forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
-reuse saves).
+reuse saves), explain (formulas that print themselves) and advice (what to change first).
 """
 
 from costmodel import formulas

@@ -76,7 +76,10 @@ def check(lines, names):
 
 
 @settings(max_examples=80)
-@given(config=configs(), precision=precisions(), batch=batches, n_prompt=st.integers(1, 9), n_output=st.integers(1, 6), device=devices)
+@given(
+    config=configs(), precision=precisions(), batch=batches,
+    n_prompt=st.integers(1, 9), n_output=st.integers(1, 6), device=devices,
+)  # fmt: skip
 @example(T1, Precision("int4", "int8"), 2, 3, 4, gpu("rtx-4090"))
 @example(replace(T1, sliding_window=1), Precision(), 1, 1, 1, gpu("rtx-4090"))
 @example(replace(T1, sliding_window=4), Precision(bits_per_weight=2.3), 3, 2, 5, gpu("rtx-4090"))
@@ -113,7 +116,10 @@ def test_the_text_gives_the_numbers_of_the_ledger_and_the_prediction(config, pre
 
 
 @settings(max_examples=30)
-@given(config=configs(st.integers(1, 6)), precision=precisions(), batch=batches, n_prompt=st.integers(1, 9), n_output=st.integers(2, 6))
+@given(
+    config=configs(st.integers(1, 6)), precision=precisions(), batch=batches,
+    n_prompt=st.integers(1, 9), n_output=st.integers(2, 6),
+)  # fmt: skip
 def test_layers_of_several_windows_have_a_line_each(config, precision, batch, n_prompt, n_output):
     config = Alternating(**{field.name: getattr(config, field.name) for field in fields(config)})
     request = {"batch": batch, "n_prompt": n_prompt, "n_output": n_output}
@@ -148,7 +154,9 @@ def test_each_gpu_has_its_lines_and_a_missing_rate_none():
 
 
 @pytest.mark.parametrize("name", npinfer.presets())
-@pytest.mark.parametrize("precision", [Precision(), Precision("int8", "int8"), Precision("int4"), Precision(bits_per_weight=4.83)])
+@pytest.mark.parametrize("precision", [
+    Precision(), Precision("int8", "int8"), Precision("int4"), Precision(bits_per_weight=4.83),
+])  # fmt: skip
 def test_lines_stay_readable(name, precision):
     lines = explain(preset(name), precision, [gpu("rtx-4090")], 1000, 100)
     lengths = {line["name"]: len(line["expression"]) for line in lines}
@@ -190,12 +198,16 @@ def test_text_merges_like_terms_and_pulls_out_what_they_share():
     assert (a / (b * c)).text(VALUES) == "2 / (3 x 5)"
 
 
-@pytest.mark.parametrize("value, text", [(131072, "131,072"), (165.2e12, "165.2e12"), (0.0860854237, "0.0860854"), (0.6, "0.6"), (1.5e-9, "1.5e-9")])
+@pytest.mark.parametrize("value, text", [
+    (131072, "131,072"), (165.2e12, "165.2e12"), (0.0860854237, "0.0860854"), (0.6, "0.6"), (1.5e-9, "1.5e-9"),
+])  # fmt: skip
 def test_digits(value, text):
     assert digits(value) == text
 
 
-@pytest.mark.parametrize("request_", [{"n_prompt": 0, "n_output": 1}, {"n_prompt": 1, "n_output": 0}, {"n_prompt": 1, "n_output": 1, "batch": 0}])
+@pytest.mark.parametrize("request_", [
+    {"n_prompt": 0, "n_output": 1}, {"n_prompt": 1, "n_output": 0}, {"n_prompt": 1, "n_output": 1, "batch": 0},
+])  # fmt: skip
 def test_requests_that_are_none_are_refused(request_):
     with pytest.raises(InputError, match="expected at least 1"):
         explain(T1, Precision(), [], **request_)
