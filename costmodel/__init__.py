@@ -6,8 +6,9 @@
 
 Read loads and operations (counts as formulas), formulas (the public closed
 forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
-reuse saves), line (what makes latency a line, and where it bends) and textbook
-(the chapter's claims, each computed).
+reuse saves), line (what makes latency a line, and where it bends), textbook (the
+chapter's claims, each computed), explain (formulas that print themselves) and
+advice (what to change first).
 """
 
 from costmodel import formulas, line

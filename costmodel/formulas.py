@@ -68,14 +68,14 @@ def _matrix_sizes(config):
 
 
 def _vector_sizes(config):
-    """Sizes of all gains and biases of the model."""
+    """Sizes of all gains and biases of the model, those of one kind together."""
     d, d_ff = config.d_model, config.d_ff
     d_q, d_kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     layer = [d, d]
     layer += [d_q, d_kv, d_kv] if config.qkv_bias else []
     layer += [d] if config.o_bias else []
     layer += [d_ff, d_ff, d] if config.mlp_bias else []
-    return layer * config.n_layers + [d]
+    return [config.n_layers * size for size in layer] + [d]
 
 
 def kv_elements_per_token(config):

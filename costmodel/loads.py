@@ -20,6 +20,10 @@ INT64_MAX = 2**63 - 1
 NUMPY = np.ndarray, np.generic
 
 
+class Symbol:
+    """Base of numbers that formulas hand through as they are, see `costmodel.traced`."""
+
+
 class Attention(NamedTuple):
     """Sums over forwards of what the layers of one window see; B sequences, T new positions, S keys.
 
@@ -171,7 +175,8 @@ def whole_numbers(name, value, at_least):
         numbers = value.astype(np.int64, copy=False)
     else:
         try:
-            smallest = numbers = operator.index(None if isinstance(value, bool) else value)
+            smallest = operator.index(None if isinstance(value, bool) else value)
+            numbers = value if isinstance(value, Symbol) else smallest
         except TypeError:
             raise InputError(f"{name} is {value!r}, expected a whole number or an integer array") from None
     if smallest < at_least:
