@@ -11,6 +11,10 @@ INT64_MAX = 2**63 - 1
 NUMPY = np.ndarray, np.generic
 
 
+class Symbol:
+    """Base of numbers that formulas hand through as they are, see `costmodel.traced`."""
+
+
 def refuse_overflow(form):
     """Make a formula raise `OverflowError` where integer arrays would give it results of 2**63 or more.
 
@@ -80,7 +84,8 @@ def whole_numbers(name, value, at_least):
         numbers = value.astype(np.int64, copy=False)
     else:
         try:
-            smallest = numbers = operator.index(None if isinstance(value, bool) else value)
+            smallest = operator.index(None if isinstance(value, bool) else value)
+            numbers = value if isinstance(value, Symbol) else smallest
         except TypeError:
             raise InputError(f"{name} is {value!r}, expected a whole number or an integer array") from None
     if smallest < at_least:

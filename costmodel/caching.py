@@ -11,12 +11,12 @@ from costmodel import experts, formulas, loads, operations
 from costmodel.arguments import whole_numbers
 from costmodel.prediction import compute_format, predict
 from costmodel.profiles import gpu as gpu_profile
+from costmodel.search import first_where
 from npinfer.checks import whole
 from npinfer.errors import InputError, UnknownName
 from npinfer.ledger import Counts
 
 LEVELS = ("floor", "roofline", "expected")
-LONGEST_PREFIX = 2**24  # tokens; a break-even beyond it is none
 
 
 def prefill_counts(config, precision, n_prompt, n_cached=0, batch=1):
@@ -103,19 +103,7 @@ def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch
 
     if gain_s(1) is None:
         return None
-    pays = 1
-    while gain_s(pays) <= 0:
-        pays *= 2
-        if pays > LONGEST_PREFIX:
-            return None
-    loses = pays // 2
-    while pays - loses > 1:
-        middle = (pays + loses) // 2
-        if gain_s(middle) > 0:
-            pays = middle
-        else:
-            loses = middle
-    return pays
+    return first_where(lambda n_prefix: gain_s(n_prefix) > 0)
 
 
 def prefill_times_s(config, precision, gpu, n_prompt, n_cached=0, batch=1, compute=None):

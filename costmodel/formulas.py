@@ -151,6 +151,8 @@ def effective_flops_per_s(peak, eta):
     """
     if not _everywhere((0 < eta) & (eta <= 1)):
         raise InputError(f"efficiency is {eta}, expected above 0 and at most 1")
+    if not _everywhere(peak > 0):
+        raise InputError(f"peak is {peak}, expected a positive rate")
     return peak * eta
 
 
@@ -234,9 +236,12 @@ def fit_latency_line(n_output, latency_s):
     r2 : float
         Share of the variance that the line explains; 1 where all points lie on it.
     """
-    x, y = np.asarray(n_output, dtype=np.float64), np.asarray(latency_s, dtype=np.float64)
-    if x.shape != y.shape or len(set(x.ravel().tolist())) < 2:
+    x, y = np.ravel(n_output).astype(np.float64), np.ravel(latency_s).astype(np.float64)
+    if x.shape != y.shape or len(set(x.tolist())) < 2:
         raise InputError(f"a line through {x.size} points needs two different n_output at least, and a latency for each")
+    for name, values, least in (("n_output", x, 1), ("latency_s", y, 0)):
+        if not _everywhere((values >= least) & (values < float("inf"))):
+            raise InputError(f"{name} is {values.tolist()}, expected finite numbers from {least}")
     dx, dy = x - x.mean(), y - y.mean()
     k = float(dx @ dy / (dx @ dx))
     b = float(y.mean() - k * x.mean())

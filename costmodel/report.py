@@ -32,7 +32,7 @@ ROUGH_FIELDS = (
 )  # fmt: skip
 
 
-def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None):
+def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, explain=False, advise=False):
     """Run a request and report on it.
 
     Parameters
@@ -50,6 +50,8 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
         Prompt lengths of a dialogue: adds what a session cache saves in each turn.
     on_token : callable, optional
         As for `npinfer.generate`.
+    explain, advise : bool
+        Whether to add the formula of each headline number, and what each lever would change on each GPU.
 
     Returns
     -------
@@ -89,6 +91,8 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
         "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
         "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
         "measured": _measured(start_s, times_s) if model.numeric else None,
+        "explain": _explained(**request, gpus=gpus, compute=compute) if explain else None,
+        "advice": _advice(**request, gpus=gpus, compute=compute) if advise else None,
     }
     return report, ledger
 
@@ -230,6 +234,19 @@ def _prediction(prediction):
         "expected": None,
         "rough": _fields(prediction.rough, ROUGH_FIELDS),
     }
+
+
+def _explained(**request):
+    from costmodel.explain import explain
+
+    return explain(**request)
+
+
+def _advice(gpus, **request):
+    """GPU name -> advice."""
+    from costmodel.advice import advise
+
+    return {gpu.name: advise(gpu=gpu, **request) for gpu in gpus}
 
 
 def _measured(start_s, times_s):

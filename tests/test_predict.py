@@ -534,6 +534,23 @@ def test_a_line_needs_two_points(n_output, latency_s):
         formulas.fit_latency_line(n_output, latency_s)
 
 
+@pytest.mark.parametrize("n_output, latency_s, match", [
+    ([1, 2], [1.0, -0.1], "latency_s is .*-0.1.*, expected finite numbers from 0"),
+    ([1, 2], [1.0, float("nan")], "latency_s is .*nan"),
+    ([1, 2], [1.0, float("inf")], "latency_s is .*inf"),
+    ([0, 2], [1.0, 2.0], "n_output is .*0.*, expected finite numbers from 1"),
+])  # fmt: skip
+def test_a_line_through_what_cannot_be(n_output, latency_s, match):
+    with pytest.raises(InputError, match=match):
+        formulas.fit_latency_line(n_output, latency_s)
+
+
+@pytest.mark.parametrize("peak", [0, -312e12, float("nan")])
+def test_a_peak_that_cannot_be(peak):
+    with pytest.raises(InputError, match="peak is .*expected a positive rate"):
+        formulas.effective_flops_per_s(peak, 0.6)
+
+
 def test_kv_read_under_a_window():
     windowed = replace(T1, sliding_window=4)
     row = formulas.kv_bytes_per_token(T1, FP16)

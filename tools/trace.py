@@ -61,6 +61,8 @@ def parser():
     mode.add_argument("--logits-error", action="store_true", help="with --numeric: what the formats cost, against fp32 weights and KV")
     mode.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights and tokens of a numeric run (default 0)")
     mode.add_argument("--detail", choices=("phase", "op", "layer", "step"), default="phase", help="rows of the counts (default phase)")
+    mode.add_argument("--explain", action="store_true", help="the formula of each headline number, its values, and the textbook's section")
+    mode.add_argument("--advise", action="store_true", help="what to change first, and what each change would save")
     mode.add_argument("--format", choices=("table", "json"), default="table")
     mode.add_argument("--output", metavar="FILE", help="write there instead of printing")
     mode.add_argument("--list-gpus", action="store_true")
@@ -91,7 +93,8 @@ def main(argv):
     if args.numeric:
         tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
     progress = Progress("token", args.output_tokens)
-    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress)
+    added = {"explain": args.explain, "advise": args.advise}
+    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress, **added)
     if args.logits_error:
         from npinfer.compare import logits_error
 

@@ -22,6 +22,11 @@ def as_text(result, detail):
     parts = [headline(result), table(*counts(result, detail)), table(*predictions(result))]
     parts += [prefix(result)] if result["prefix"] else []
     parts += [session(result)] if result["session"] else []
+    if result["explain"] or result["advice"]:
+        import advice_text
+
+        parts += advice_text.explained(result["explain"] or [])
+        parts += [part for advice in (result["advice"] or {}).values() for part in advice_text.advised(advice)]
     parts += notes(result)
     return "\n\n".join(parts)
 

@@ -1,0 +1,296 @@
+"""What to change first, computed: the `advice` of a trace (TEXTBOOK, section 14).
+
+Each lever is one prediction with one thing changed.  It gains if it fits, the
+level that ranks takes a thousandth less time at least, and none takes longer;
+what the numbers do not call a gain is listed apart, with its figures.  Time is
+latency_exact_s, what a request takes, or the decode's where the GPU has no
+matmul rate to time a prefill by.
+
+Read `Request`, `_levers` (what can be changed), then `advise`.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from costmodel import formulas
+from costmodel.caching import LEVELS
+from costmodel.prediction import compute_format, predict
+from costmodel.profiles import GPU, gpus
+from costmodel.profiles import gpu as gpu_profile
+from costmodel.report import LEVEL_FIELDS
+from npinfer.formats import FORMATS, Precision
+
+RANKED_BY = "roofline"
+LEAST_SHARE = 0.001  # of the time: saving less is no gain, since every level leaves out more
+LEVER_BATCH = 8
+
+
+class Request(NamedTuple):
+    """The arguments of `predict`; levers replace one of them."""
+
+    config: object
+    precision: Precision
+    gpu: GPU
+    n_prompt: int
+    n_output: int
+    batch: int = 1
+    n_cached: int = 0
+    compute: str | None = None
+
+    def predict(self):
+        return predict(**self._asdict())
+
+    @property
+    def peak(self):
+        """Matmul rate of the format used, or None."""
+        return self.gpu.matmul_flops_per_s.get(compute_format(self.precision, self.compute))
+
+
+class Lever(NamedTuple):
+    """One thing to change: the request before and after it, or why there is nothing to change."""
+
+    name: str
+    before: Request | None = None
+    after: Request | None = None
+    why_not: str | None = None
+
+
+def _levers(now):
+    """Every `Lever` on the latency of a request, in the order of the textbook: cache, formats, devices."""
+    prefix, half = "prefix cache, half the prompt", now.n_prompt // 2
+    if now.peak is None:
+        yield Lever(prefix, why_not="the profile lacks the matmul rate that times a prefill")
+    elif half:
+        yield Lever(prefix, now, now._replace(n_cached=half))
+    else:
+        yield Lever(prefix, why_not="the prompt's only token is always computed")
+    yield from _formats(now)
+    for quantity in ("bandwidth", "matmul rate"):
+        name, better = f"next higher {quantity}", _next_gpu(now, quantity)
+        if better is None:
+            yield Lever(name, why_not="no profile is known to have more, and room for the request")
+        else:
+            yield Lever(f"{name}, {better.name}", now, now._replace(gpu=better))
+
+
+def _formats(now):
+    precision = now.precision
+    for name in ("int8", "int4"):
+        if FORMATS[name].bits < precision.matrices.bits:
+            yield Lever(f"{name} weights", now, now._replace(precision=replace(precision, weights=name, bits_per_weight=None)))
+        else:
+            yield Lever(f"{name} weights", why_not=f"weights have {precision.matrices.bits:g} bits already")
+    if precision.kv.bits <= 8:
+        yield Lever("8-bit KV", why_not=f"KV has {precision.kv.bits} bits already")
+        return
+    int8, fp8 = [now._replace(precision=replace(precision, kv=name)) for name in ("int8", "fp8")]
+    yield Lever("int8 KV", now, int8)
+    if fp8.predict().roofline != int8.predict().roofline:
+        yield Lever("fp8 KV", now, fp8)
+
+
+def _next_gpu(now, quantity):
+    """The GPU with the next higher rate on which the request fits; of equals the better one otherwise."""
+    needed = now.predict().memory_bytes_needed
+    compute = compute_format(now.precision, now.compute)
+
+    def rates(gpu):
+        both = gpu.memory_bytes_per_s, gpu.matmul_flops_per_s.get(compute)
+        return both if quantity == "bandwidth" else both[::-1]
+
+    if None in rates(now.gpu)[:1]:
+        return None
+    known = [gpu for gpu in _profiles() if None not in rates(gpu) and needed <= gpu.memory_bytes]
+    higher = [gpu for gpu in known if rates(gpu)[0] > rates(now.gpu)[0]]
+    return min(higher, key=lambda gpu: (rates(gpu)[0], -rates(gpu)[1], gpu.memory_bytes, gpu.name), default=None)
+
+
+@lru_cache(maxsize=1)
+def _profiles():
+    return [gpu_profile(name) for name in gpus()]
+
+
+# --- what they change ------------------------------------------------------
+
+
+def _figures(request, prediction):
+    """Level -> its times, and the tokens per second of all sequences together; None for a level there is not."""
+    figures = {}
+    for name in LEVELS:
+        level = getattr(prediction, name)
+        if level is None:
+            figures[name] = None
+            continue
+        rate = level.tokens_per_s
+        figures[name] = {field: getattr(level, field) for field in LEVEL_FIELDS}
+        figures[name]["total_tokens_per_s"] = None if rate is None else request.batch * rate
+    return figures
+
+
+def _seconds(figures, n_output, whole):
+    """What the request takes by a level's figures: all of it, or only its decode; None if that is not known."""
+    if whole:
+        return figures["latency_exact_s"]
+    return None if figures["tpot_s"] is None else figures["tpot_s"] * (n_output - 1)
+
+
+def _effect(lever):
+    """Figures of a lever at every level, what it saves, and whether that is a gain."""
+    prediction = lever.after.predict()
+    before, levels = _figures(lever.before, lever.before.predict()), _figures(lever.after, prediction)
+    whole = lever.before.peak is not None
+    for name, figures in levels.items():
+        if figures is not None:
+            was, is_ = [_seconds(f, lever.before.n_output, whole) for f in (before[name], figures)]
+            figures["saved_s"] = None if was is None else was - is_
+            figures["saved_share"] = None if was is None else (was - is_) / was
+    saved = [figures["saved_s"] for figures in levels.values() if figures is not None]
+    gains = prediction.fits and None not in saved and min(saved) >= 0 and levels[RANKED_BY]["saved_share"] >= LEAST_SHARE
+    return {
+        "lever": lever.name,
+        "gain": gains,
+        "fits": prediction.fits,
+        "memory_bytes_needed": prediction.memory_bytes_needed,
+        **levels,
+    }
+
+
+def _first(best, now):
+    """Why the best lever comes first: the phase it saves most in, that phase's share of the time, and its bound."""
+    before, after = now[RANKED_BY], best[RANKED_BY]
+    phase, share, whole_s = "decode", None, before["latency_exact_s"]
+    if whole_s is not None:
+        if before["ttft_s"] - after["ttft_s"] > after["saved_s"] / 2:
+            phase = "prefill"
+        share = before["ttft_s"] / whole_s if phase == "prefill" else 1 - before["ttft_s"] / whole_s
+    return {
+        "lever": best["lever"],
+        "saved_s": after["saved_s"],
+        "saved_share": after["saved_share"],
+        "phase": phase,
+        "phase_share": share,
+        "bound": before[f"{phase}_bound"],
+    }
+
+
+def _throughput(now):
+    """A larger batch, which gains if more is done in a second, though each sequence may take longer."""
+    effect = _effect(Lever(f"batch {LEVER_BATCH}", now, now._replace(batch=LEVER_BATCH)))
+    times = []
+    for level in LEVELS:
+        if effect[level] is not None and effect[level]["saved_share"] is not None:
+            times.append(LEVER_BATCH / now.batch / (1 - effect[level]["saved_share"]))
+            effect[level]["throughput_factor"] = times[-1]
+    return effect | {"gain": effect["fits"] and min(times, default=0) > 1}
+
+
+def _next_turn(now):
+    """A session cache in the turn after this one, beside the same turn without.
+
+    That turn's prompt: this one, its answer, and as many tokens again from the
+    user.  Cached is all but the answer's last token, which was never forwarded.
+    """
+    turn = now._replace(n_prompt=2 * now.n_prompt + now.n_output)
+    session = Lever("session cache", turn, turn._replace(n_cached=now.n_prompt + now.n_output - 1))
+    return {
+        "prompt_tokens": turn.n_prompt,
+        "n_cached": session.after.n_cached,
+        "without": _figures(turn, turn.predict()),
+        **_effect(session),
+    }
+
+
+def _phases(prediction, n_steps):
+    """What bounds prefill and decode by each level, and their intensity as a multiple of the ridge."""
+    phases = {"prefill": prediction.prefill} | ({"decode": prediction.decode} if n_steps else {})
+    levels = {name: getattr(prediction, name) for name in LEVELS}
+    return {
+        name: {
+            "bound": {level: getattr(of, f"{name}_bound") for level, of in levels.items() if of is not None},
+            "flops_per_byte": phase.intensity,
+            "of_ridge": None if prediction.ridge is None else phase.intensity / prediction.ridge,
+        }
+        for name, phase in phases.items()
+    }
+
+
+def _breakeven(now):
+    """Level -> decode steps that take as long as the prefill; those of a longer answer where this one has none."""
+    prediction = now._replace(n_output=max(2, now.n_output)).predict()
+    steps = {}
+    for name in LEVELS:
+        level = getattr(prediction, name)
+        known = level is not None and level.ttft_s is not None
+        steps[name] = formulas.breakeven_n_output(level.ttft_s, level.tpot_s) if known else None
+    return steps
+
+
+def _what_fits(now):
+    """Single changes (and both formats together) with which the request fits its GPU, or the least GPU that holds it."""
+    changes = [(lever.name, lever.after) for lever in _formats(now) if lever.after is not None and lever.name != "fp8 KV"]
+    smallest = replace(now.precision, weights="int4", kv="int8", bits_per_weight=None)
+    changes.append(("int4 weights and int8 KV", now._replace(precision=smallest)))
+    if now.batch > 1:
+        changes.append(("batch 1", now._replace(batch=1)))
+    needed = now.predict().memory_bytes_needed
+    larger = [gpu for gpu in _profiles() if gpu.memory_bytes >= needed]
+    if larger:
+        gpu = min(larger, key=lambda gpu: (gpu.memory_bytes, -gpu.memory_bytes_per_s, gpu.name))
+        changes.append((gpu.name, now._replace(gpu=gpu)))
+    fitting = []
+    for name, request in changes:
+        prediction = request.predict()
+        if prediction.fits:
+            memory = {"memory_bytes_needed": prediction.memory_bytes_needed, "memory_bytes": request.gpu.memory_bytes}
+            fitting.append({"change": name, **memory})
+    return fitting
+
+
+def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
+    """What dominates a request, what bounds it, and what each lever would change.
+
+    Parameters
+    ----------
+    As for `predict`.
+
+    Returns
+    -------
+    dict
+        "fits" and, if not, "what_fits"; "first", the best lever and why, or None;
+        "dominates" ("prefill", "decode", None where not known) and
+        "breakeven_n_output" by level, the decode steps that take as long as the
+        prefill; "phases"; "now", the figures by level; "gains", ranked by time
+        saved, and "no_gain"; "throughput", batch 8; "next_turn", a session
+        cache; "left_out" with reasons.
+    """
+    now = Request(config, precision, gpu_profile(gpu), n_prompt, n_output, batch, 0, compute)
+    prediction = now.predict()
+    figures, crossing = _figures(now, prediction), _breakeven(now)
+    levers = list(_levers(now))
+    left_out = [{"lever": lever.name, "why": lever.why_not} for lever in levers if lever.after is None]
+    effects = [_effect(lever) for lever in levers if lever.after is not None]
+    unknown = [effect for effect in effects if effect[RANKED_BY]["saved_s"] is None]
+    left_out += [{"lever": effect["lever"], "why": "the profile lacks the rate to time it by"} for effect in unknown]
+    gains = sorted([effect for effect in effects if effect["gain"]], key=lambda effect: -effect[RANKED_BY]["saved_s"])
+    decodes = None if crossing[RANKED_BY] is None else n_output - 1 > crossing[RANKED_BY]
+    return {
+        "gpu": now.gpu.name,
+        "fits": prediction.fits,
+        "memory_bytes_needed": prediction.memory_bytes_needed,
+        "memory_bytes": now.gpu.memory_bytes,
+        "max_context_tokens": prediction.max_context,
+        "what_fits": None if prediction.fits else _what_fits(now),
+        "first": _first(gains[0], figures) if gains else None,
+        "dominates": None if decodes is None else "decode" if decodes else "prefill",
+        "breakeven_n_output": crossing,
+        "ridge_flops_per_byte": prediction.ridge,
+        "phases": _phases(prediction, n_output - 1),
+        "ranked_by": RANKED_BY,
+        "now": figures,
+        "gains": gains,
+        "no_gain": [effect for effect in effects if not effect["gain"] and effect not in unknown],
+        "throughput": _throughput(now) if batch < LEVER_BATCH else None,
+        "next_turn": _next_turn(now) if now.peak else None,
+        "left_out": left_out,
+    }
