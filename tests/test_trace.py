@@ -820,3 +820,10 @@ def test_the_logits_error_is_printed(printed):
     text = printed(*TINY, "--numeric", *SHORT, "--logits-error")
     assert re.search(r"logits error +RMS [0-9.e-]+, [0-9.]+% +largest", text)
     assert re.search(r"same choice [0-9.]+% +divergence [0-9.e-]+ nats", text)
+
+
+def test_a_logits_error_without_a_spread_is_null_and_a_dash(report, printed):
+    arguments = (*TINY, "--vocab", "1", "--numeric", *SHORT, "--weights", "int8", "--logits-error")
+    error = report(*arguments)["measured"]["logits_error"]
+    assert error["rms"] > 0 and error["relative_rms"] is None
+    assert re.search(r"logits error +RMS [0-9.e-]+, - +largest", printed(*arguments))

@@ -63,8 +63,9 @@ def logits_error(measured):
     error = measured.get("logits_error")
     if error is None:
         return []
+    relative = "-" if error["relative_rms"] is None else f"{error['relative_rms']:.3%}"
     return [
-        ("logits error", f"RMS {error['rms']:.3g}, {error['relative_rms']:.3%}", f"largest {error['largest']:.3g}"),
+        ("logits error", f"RMS {error['rms']:.3g}, {relative}", f"largest {error['largest']:.3g}"),
         ("", f"same choice {error['same_choice']:.2%}", f"divergence {error['divergence_nats']:.3g} nats"),
     ]
 
