@@ -347,6 +347,7 @@ def test_the_table_fits_120_columns(arguments):
     (["--section", "12.3"], "no section '12.3'; known: 0, 1, 2.1"),
     (["--eta", "0"], "efficiency is 0.0, expected above 0 and at most 1"),
     (["--eta", "1.2", "--section", "4.1"], "efficiency is 1.2"),
+    (["--eta", "5e-324", "--format", "json"], "efficiency is 5e-324, expected 1e-100 at least"),
     (["--eta", "much"], "much"),
     (["--gpu", "abacus"], "abacus"),
     (["--model", "llama-9"], "llama-9"),
