@@ -289,6 +289,8 @@ def test_a_missing_rate_is_unknown_not_zero():
     rows = chapter(Setting.of(gpu="apple-m1-8-core-gpu-8gb"))
     exact = {(row.section, row.quantity): row.exact for row in rows}
     assert exact["0", "TTFT"] is exact["3", "ridge"] is exact["6", "b"] is exact["8", "TPS, N = 100"] is None
+    (note,) = [row.note for row in rows if row.quantity == "share of TTFT"]
+    assert note == "the floor on apple-m1-8-core-gpu-8gb, whose matmul rate is not known"
     bytes_per_s = costmodel.gpu("apple-m1-8-core-gpu-8gb").memory_bytes_per_s
     assert exact["0", "TPOT"] == pytest.approx(steps_ms(100) / 99 * BANDWIDTH / bytes_per_s)
     assert all(type(value) in (int, float, str, type(None)) for row in rows for value in row)
