@@ -176,7 +176,7 @@ EXACT = {
         **{f"TTFT of turn {turn} with a session cache": ttft_ms(400, 400 * turn) for turn in range(2, 7)},
     },
     "14": {
-        "output for which both phases take as long": 99 * ttft_ms(1000) / steps_ms(100),
+        "output for which both phases take as long": 1 + ttft_ms(1000) / (steps_ms(100) / 99),  # N - 1 steps
         "share of the prefill, N = 2": ttft_ms(1000) / latency_ms(2),
         "share of the prefill, N = 1000": ttft_ms(1000) / latency_ms(1000),
         "TTFT of half the prompt / of the whole": ttft_ms(500) / ttft_ms(1000),
