@@ -86,7 +86,10 @@ def _phases(advice):
 def _throughput(advice):
     lever, level = advice["throughput"], advice["ranked_by"]
     factor = lever[level].get("throughput_factor")
-    verdict = "not known without the missing rate" if factor is None else f"{factor:.2f} times as much done in a second"
+    verdict = "not known without the missing rate"
+    if factor is not None:
+        verdict = f"{factor:.2f} times as much done in a second"
+        verdict += "" if lever["gain"] else ", no gain" if lever["fits"] else " if it did fit"
     rows = _rows("now", advice["now"]) + _rows(lever["lever"] + _room(lever), lever)
     return f"throughput, {lever['lever']}: {verdict}, by the {level}\n" + table(rows, _HEADERS)
 
