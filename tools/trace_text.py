@@ -1,8 +1,9 @@
 """The report of a trace as text for a person; numbers are scaled here and nowhere else."""
 
-from common import scaled, seconds, table
+from common import rate, scaled, seconds, table
 
-LEVELS = ("floor", "roofline", "expected")
+from costmodel.caching import LEVELS
+
 COUNTS = {
     "matmul_flops": "matmul",
     "masked_flops": "masked of it",
@@ -104,7 +105,7 @@ def predictions(result):
         if not any(gpu[level] for gpu in gpus):
             continue
         for quantity, show in (
-            ("ttft_s", seconds), ("tpot_s", seconds), ("latency_s", seconds), ("tokens_per_s", _rate),
+            ("ttft_s", seconds), ("tpot_s", seconds), ("latency_s", seconds), ("tokens_per_s", rate),
         ):  # fmt: skip
             label = level if quantity == "ttft_s" else ""
             rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
@@ -120,10 +121,6 @@ def predictions(result):
 
 
 _NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "latency_s": "latency", "tokens_per_s": "tokens/s"}
-
-
-def _rate(value):
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _bounds(level):
