@@ -182,7 +182,8 @@ def _throughput(now):
         if effect[level] is not None and effect[level]["saved_share"] is not None:
             times.append(LEVER_BATCH / now.batch / (1 - effect[level]["saved_share"]))
             effect[level]["throughput_factor"] = times[-1]
-    return effect | {"gain": effect["fits"] and min(times, default=0) > 1}
+    gains = effect["fits"] and min(times, default=0) >= 1
+    return effect | {"gain": gains and effect[RANKED_BY]["throughput_factor"] >= 1 + LEAST_SHARE}
 
 
 def _next_turn(now):

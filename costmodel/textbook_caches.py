@@ -45,12 +45,12 @@ def prefix_sharing(setting):
     times = [setting.floor(N_SYSTEM + N_USER, n_cached=n_cached).ttft_s for n_cached in (0, N_SYSTEM)]
     formula = formulas.prefix_saving(N_SYSTEM, N_USER)
     bound = setting.floor(N_SYSTEM + N_USER, n_cached=N_SYSTEM).prefill_bound
-    verdict = "one pass over the weights bounds the warm one" if bound == "bandwidth" else "both are bound by compute"
+    verdict = {"bandwidth": "one pass over the weights bounds the warm one", "compute": "both are bound by compute"}
     return [
         row("share of the prefill's cost that is left", "", "about 1/7", formula, warm.needed_flops / cold.needed_flops,
             "of the needed FLOPs: the user part still attends to the prefix, and the head runs once either way"),
         row("share of TTFT", "", "about 1/7", formula, over(times[1], times[0]),
-            f"the floor on {setting.gpu.name}, where {verdict}"),
+            f"the floor on {setting.gpu.name}, {f'where {verdict[bound]}' if bound else 'whose matmul rate is not known'}"),
         row("least share: one pass over the weights", "", None, None, over(setting.weights_s, times[0]),
             "however much is cached"),
     ]  # fmt: skip

@@ -127,7 +127,7 @@ def weight_bytes(setting):
     return [
         row("parameters that a step reads", "1e9", 7.111, formulas.n_streamed_parameters(config) / 1e9,
             (formulas.n_parameters(config) - config.vocab_size * config.d_model) / 1e9,
-            "exact: all 7,241,732,096 less the input embedding, of which a token looks up one row"),
+            f"exact: all {formulas.n_parameters(config):,} less the input embedding, of which a token looks up one row"),
         row("weight bytes", "GB", 14.2, 7.111 * 2, formulas.weight_bytes(config, FP16, streamed=True) / 1e9),
         row("last-level cache", "MB", "tens of MB", None, None if cache is None else cache / 1e6,
             _cache_note(setting)),
@@ -159,7 +159,7 @@ def kv_bytes(setting):
             "the text takes 1000 KiB for a MB; 1000 x 131,072 B is 131.07 MB, or 125 MiB"),
         row("KVRead / weight bytes", "", "far below", 128e6 / 14.2e9, read / weights),
         row("context whose KV equals the weights", "tokens", "very long", 14.2e9 / (128 * KIB),
-            line.kv_equals_weights_n_context(config, FP16), "the shape is published for contexts of 32,768"),
+            line.kv_equals_weights_n_context(config, FP16), f"the shape is published for contexts of {config.max_context:,}"),
     ]  # fmt: skip
 
 

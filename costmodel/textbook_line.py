@@ -118,8 +118,8 @@ def dominance(setting):
     rows = [
         row("output for which both phases take as long", "tokens", None,
             formulas.breakeven_n_output(chapter_s, setting.weights_s) if known else None,
-            formulas.breakeven_n_output(level.ttft_s, level.tpot_s) if known else None,
-            f"{setting.gpu.name}, TTFT / TPOT; for fewer TTFT dominates, for more TPOT"),
+            1 + formulas.breakeven_n_output(level.ttft_s, level.tpot_s) if known else None,
+            f"{setting.gpu.name}, TTFT / TPOT; for fewer TTFT dominates; exact: and the token that the prefill gives"),
     ]  # fmt: skip
     for n_output, claim in ((2, "small N: TTFT dominates"), (10 * N_OUTPUT, "large N: TPOT dominates")):
         times = setting.floor(n_output=n_output)

@@ -8,10 +8,12 @@ from costmodel.prediction import ETA, predict
 from costmodel.profiles import GPU
 from costmodel.profiles import gpu as gpu_profile
 from npinfer import Ledger, ModelConfig, Precision, Transformer, generate, preset
+from npinfer.errors import InputError
 from npinfer.generate import no_tokens
 
 FP16 = Precision()
 N_PROMPT, N_OUTPUT = 1000, 100  # the chapter's request
+LEAST_ETA = 1e-100  # times at a smaller one may be beyond the largest float
 
 
 class Row(NamedTuple):
@@ -62,11 +64,13 @@ class Setting(NamedTuple):
         Raises
         ------
         InputError
-            If `eta` is not in (0, 1].
+            If `eta` is not in (0, 1], or below `LEAST_ETA`.
         UnknownName
             If there is no such model or GPU.
         """
         formulas.effective_flops_per_s(1.0, eta)  # refuses what is no efficiency
+        if eta < LEAST_ETA:
+            raise InputError(f"efficiency is {eta}, expected {LEAST_ETA} at least, so that times are finite")
         return cls(model if isinstance(model, ModelConfig) else preset(model), gpu_profile(gpu), eta)
 
     @property

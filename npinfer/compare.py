@@ -15,9 +15,9 @@ class LogitsError(NamedTuple):
     n_positions : int
     rms : float
         Root mean square of the differences.
-    relative_rms : float
+    relative_rms : float or None
         That over the reference's standard deviation within a position: logits
-        mean the same with any constant added.
+        mean the same with any constant added; None where all logits of a position are equal.
     largest : float
     same_choice : float
         Share of positions whose largest logit is the same token's.
@@ -27,7 +27,7 @@ class LogitsError(NamedTuple):
 
     n_positions: int
     rms: float
-    relative_rms: float
+    relative_rms: float | None
     largest: float
     same_choice: float
     divergence_nats: float
@@ -54,7 +54,7 @@ def logits_error(logits, reference):
     return LogitsError(
         n_positions=len(logits),
         rms=float(rms),
-        relative_rms=float(rms / spread) if spread else 0.0 if rms == 0 else float("inf"),
+        relative_rms=float(rms / spread) if spread else None,
         largest=float(np.abs(difference).max()),
         same_choice=float(np.mean(logits.argmax(axis=-1) == reference.argmax(axis=-1))),
         divergence_nats=float(np.mean(np.sum(np.exp(expected) * (expected - found), axis=-1))),

@@ -146,6 +146,13 @@ def test_phases_against_the_ridge():
     assert advise(MISTRAL, FP16, "rtx-4090", 1000, 1)["phases"].keys() == {"prefill"}
 
 
+def test_a_batch_that_all_but_waits_for_compute_is_no_gain():
+    # Only prefills of 8000 tokens: eight are bound by compute as one is, and share only a pass over the weights.
+    batch = advise(MISTRAL, FP16, "rtx-4090", 8000, 1)["throughput"]
+    assert 1 <= batch["floor"]["throughput_factor"] < batch["roofline"]["throughput_factor"] < 1.001
+    assert not batch["gain"]
+
+
 # ---- capacity
 
 

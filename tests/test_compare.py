@@ -46,6 +46,11 @@ def test_a_constant_for_all_logits_is_no_error_of_probabilities():
     assert error.divergence_nats == pytest.approx(0, abs=1e-6)
 
 
+def test_logits_without_a_spread_have_no_relative_error():
+    # One token to choose from: its logit is all there is, and its probability 1 whatever it is.
+    assert logits_error(np.array([[3.0], [5.0]]), np.array([[4.0], [6.0]])) == (2, 1.0, None, 1.0, 1.0, 0.0)
+
+
 def test_logits_of_another_shape_are_refused():
     with pytest.raises(ShapeError, match=r"logits are \(2, 3\) and reference \(2, 4\), expected the same"):
         logits_error(np.zeros((2, 3)), np.zeros((2, 4)))

@@ -204,15 +204,15 @@ def linear_that_multiplies_twice(x, w):
 
 
 def linear_by_elements(x, w):
-    return product_by_elements(x, w.rows.T) * w.scales + w.bias
+    return product_by_elements(x, w.rows.T) * w.scales[:, 0] + w.bias
 
 
 def linear_that_scales_its_weights(x, w):
-    return x @ (w.rows * w.scales[:, None]).T + w.bias
+    return x @ (w.rows * w.scales).T + w.bias
 
 
 def linear_without_bias(x, w):
-    return x @ w.rows.T * w.scales
+    return x @ w.rows.T * w.scales[:, 0]
 
 
 def rope_that_copies_first(x, rotation):
@@ -265,7 +265,7 @@ PLANTED = [
     (
         ops.linear,
         (spec((3, 4), FP32), LINEAR),
-        (numbers(3, 4), Matrix(numbers(6, 4), numbers(6), numbers(6), (slice(0, 6),))),
+        (numbers(3, 4), Matrix(numbers(6, 4), numbers(6, 1), numbers(6), (slice(0, 6),), INT8)),
         {},
         [linear_that_multiplies_twice, linear_by_elements, linear_that_scales_its_weights, linear_without_bias],
     ),
@@ -288,7 +288,7 @@ PLANTED = [
     (
         ops.embed,
         (spec((1, 3), FP32, "token"), spec((5, 4), FP32, "weight", "embed")),
-        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),))),
+        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),), FP32)),
         {},
         [embed_that_scales],
     ),

@@ -176,7 +176,7 @@ EXACT = {
         **{f"TTFT of turn {turn} with a session cache": ttft_ms(400, 400 * turn) for turn in range(2, 7)},
     },
     "14": {
-        "output for which both phases take as long": 99 * ttft_ms(1000) / steps_ms(100),
+        "output for which both phases take as long": 1 + ttft_ms(1000) / (steps_ms(100) / 99),  # N - 1 steps
         "share of the prefill, N = 2": ttft_ms(1000) / latency_ms(2),
         "share of the prefill, N = 1000": ttft_ms(1000) / latency_ms(1000),
         "TTFT of half the prompt / of the whole": ttft_ms(500) / ttft_ms(1000),
@@ -289,6 +289,8 @@ def test_a_missing_rate_is_unknown_not_zero():
     rows = chapter(Setting.of(gpu="apple-m1-8-core-gpu-8gb"))
     exact = {(row.section, row.quantity): row.exact for row in rows}
     assert exact["0", "TTFT"] is exact["3", "ridge"] is exact["6", "b"] is exact["8", "TPS, N = 100"] is None
+    (note,) = [row.note for row in rows if row.quantity == "share of TTFT"]
+    assert note == "the floor on apple-m1-8-core-gpu-8gb, whose matmul rate is not known"
     bytes_per_s = costmodel.gpu("apple-m1-8-core-gpu-8gb").memory_bytes_per_s
     assert exact["0", "TPOT"] == pytest.approx(steps_ms(100) / 99 * BANDWIDTH / bytes_per_s)
     assert all(type(value) in (int, float, str, type(None)) for row in rows for value in row)
@@ -347,6 +349,7 @@ def test_the_table_fits_120_columns(arguments):
     (["--section", "12.3"], "no section '12.3'; known: 0, 1, 2.1"),
     (["--eta", "0"], "efficiency is 0.0, expected above 0 and at most 1"),
     (["--eta", "1.2", "--section", "4.1"], "efficiency is 1.2"),
+    (["--eta", "5e-324", "--format", "json"], "efficiency is 5e-324, expected 1e-100 at least"),
     (["--eta", "much"], "much"),
     (["--gpu", "abacus"], "abacus"),
     (["--model", "llama-9"], "llama-9"),

@@ -308,6 +308,16 @@ def test_the_textbook_s_line_and_what_comes_first_are_printed(printed):
     assert not [line for line in text.splitlines() if line != line.rstrip()]
 
 
+@pytest.mark.parametrize("arguments, verdict", [
+    ((), "5.34 times as much done in a second, by"),
+    (("--prompt-tokens", 8000, "--output-tokens", 1), "1.00 times as much done in a second, no gain"),
+    (("--gpu", "rtx-3060"), "4.10 times as much done in a second if it did fit"),
+    (("--gpu", "apple-m1-8-core-gpu-8gb", "--output-tokens", 1), "not known without the missing rate, by"),
+])  # fmt: skip
+def test_a_batch_is_no_gain_that_is_none(printed, arguments, verdict):
+    assert f"throughput, batch 8: {verdict}" in printed("--advise", *arguments)
+
+
 @pytest.mark.parametrize("arguments", [
     ("--output-tokens", 1), ("--prompt-tokens", 1), ("--batch", 64, "--gpu", "rtx-3060"), ("--gpu", "gtx-1080-ti"),
     ("--model", "mistral-7b-v0.1", "--prompt-tokens", 5000, "--gpu", "rtx-3050-6gb"), (*TINY, *SHORT),
@@ -820,3 +830,10 @@ def test_the_logits_error_is_printed(printed):
     text = printed(*TINY, "--numeric", *SHORT, "--logits-error")
     assert re.search(r"logits error +RMS [0-9.e-]+, [0-9.]+% +largest", text)
     assert re.search(r"same choice [0-9.]+% +divergence [0-9.e-]+ nats", text)
+
+
+def test_a_logits_error_without_a_spread_is_null_and_a_dash(report, printed):
+    arguments = (*TINY, "--vocab", "1", "--numeric", *SHORT, "--weights", "int8", "--logits-error")
+    error = report(*arguments)["measured"]["logits_error"]
+    assert error["rms"] > 0 and error["relative_rms"] is None
+    assert re.search(r"logits error +RMS [0-9.e-]+, - +largest", printed(*arguments))

@@ -1,8 +1,9 @@
 """Explanations and advice of a trace as text for a person."""
 
-from common import scaled, seconds, table
+from common import rate, scaled, seconds, table
 
-LEVELS = ("floor", "roofline", "expected")
+from costmodel.caching import LEVELS
+
 WIDTH = 120  # a longer line is broken at its equals signs
 
 
@@ -86,7 +87,10 @@ def _phases(advice):
 def _throughput(advice):
     lever, level = advice["throughput"], advice["ranked_by"]
     factor = lever[level].get("throughput_factor")
-    verdict = "not known without the missing rate" if factor is None else f"{factor:.2f} times as much done in a second"
+    verdict = "not known without the missing rate"
+    if factor is not None:
+        verdict = f"{factor:.2f} times as much done in a second"
+        verdict += "" if lever["gain"] else ", no gain" if lever["fits"] else " if it did fit"
     rows = _rows("now", advice["now"]) + _rows(lever["lever"] + _room(lever), lever)
     return f"throughput, {lever['lever']}: {verdict}, by the {level}\n" + table(rows, _HEADERS)
 
@@ -105,16 +109,12 @@ def _rows(name, levels):
         rows.append(
             [
                 "" if rows else name, level, *[seconds(figures[time]) for time in ("ttft_s", "tpot_s", "latency_exact_s")],
-                _rate(figures["tokens_per_s"]), _rate(figures["total_tokens_per_s"]),
+                rate(figures["tokens_per_s"]), rate(figures["total_tokens_per_s"]),
                 "" if saved is None else f"-{seconds(-saved)}" if saved < 0 else seconds(saved),
                 "" if share is None else f"{share:.1%}",
             ]
         )  # fmt: skip
     return rows
-
-
-def _rate(value):
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _room(lever):

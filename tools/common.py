@@ -92,6 +92,11 @@ def seconds(value):
     return f"{value / 1e-9:.2f} ns"
 
 
+def rate(value):
+    """Tokens per second; None is a dash."""
+    return "-" if value is None else f"{value:.2f}"
+
+
 class Progress:
     """A line on standard error that counts up, if that is a terminal."""
 

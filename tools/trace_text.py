@@ -1,8 +1,9 @@
 """The report of a trace as text for a person; numbers are scaled here and nowhere else."""
 
-from common import scaled, seconds, table
+from common import rate, scaled, seconds, table
 
-LEVELS = ("floor", "roofline", "expected")
+from costmodel.caching import LEVELS
+
 COUNTS = {
     "matmul_flops": "matmul",
     "masked_flops": "masked of it",
@@ -63,8 +64,9 @@ def logits_error(measured):
     error = measured.get("logits_error")
     if error is None:
         return []
+    relative = "-" if error["relative_rms"] is None else f"{error['relative_rms']:.3%}"
     return [
-        ("logits error", f"RMS {error['rms']:.3g}, {error['relative_rms']:.3%}", f"largest {error['largest']:.3g}"),
+        ("logits error", f"RMS {error['rms']:.3g}, {relative}", f"largest {error['largest']:.3g}"),
         ("", f"same choice {error['same_choice']:.2%}", f"divergence {error['divergence_nats']:.3g} nats"),
     ]
 
@@ -103,7 +105,7 @@ def predictions(result):
         if not any(gpu[level] for gpu in gpus):
             continue
         for quantity, show in (
-            ("ttft_s", seconds), ("tpot_s", seconds), ("latency_s", seconds), ("tokens_per_s", _rate),
+            ("ttft_s", seconds), ("tpot_s", seconds), ("latency_s", seconds), ("tokens_per_s", rate),
         ):  # fmt: skip
             label = level if quantity == "ttft_s" else ""
             rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
@@ -119,10 +121,6 @@ def predictions(result):
 
 
 _NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "latency_s": "latency", "tokens_per_s": "tokens/s"}
-
-
-def _rate(value):
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _bounds(level):
