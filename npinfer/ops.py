@@ -32,7 +32,7 @@ from npinfer.specs import Array, spec
 TILE_ELEMENTS = 2**18  # weights widened at once: 1 MiB, which a cache holds until they are multiplied
 
 
-def _embed_rule(tokens, table, positions, scale):
+def _embed_rule(tokens, table, positions, scale=None):
     batch, n_new = tokens.shape
     rows = spec((batch * n_new, table.shape[1]), table.format, "weight")  # not the table: the rows it is asked for
     out = spec(rows.shape, tokens.format)
@@ -181,7 +181,7 @@ def linear(x, w, *, softcap=None):
 def product(x, w):
     """x times all rows of a `npinfer.weights.Matrix`, its scales and its bias: (N, d_in) -> (N, sum of d_out)."""
     if w.format.group:  # scales of groups of inputs: widened in tiles, so that they never are all at once
-        out = np.empty((len(x), len(w.rows)), x.dtype)
+        out = np.empty_like(x, order="C", shape=(len(x), len(w.rows)))
         n_rows = max(1, TILE_ELEMENTS // x.shape[-1])
         for start in range(0, len(w.rows), n_rows):
             tile = slice(start, start + n_rows)
