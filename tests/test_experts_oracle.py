@@ -1,6 +1,5 @@
 """A router's choice and the experts' work against independent answers, as in test_ops_oracle."""
 
-import math
 import re
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import npinfer.experts
+import reference as reference_model
 from npinfer.activations import Act, clamped_swiglu, geglu, swiglu
 from npinfer.errors import ShapeError
 from npinfer.experts import experts, n_touched, of_touched, route
@@ -24,13 +24,7 @@ from tally import values
 weight_formats = st.sampled_from([FORMATS[name] for name in ALLOWED["weights"]])
 activation_formats = st.sampled_from([FORMATS[name] for name in ALLOWED["activations"]])
 CLAMP = (("limit", 1.5), ("alpha", 1.702))
-ACTS = {
-    Act(swiglu): lambda gate, up: gate / (1 + math.exp(-gate)) * up,
-    Act(geglu): lambda gate, up: gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up,
-    Act(clamped_swiglu, CLAMP): lambda gate, up: (
-        min(gate, 1.5) / (1 + math.exp(-1.702 * min(gate, 1.5))) * (max(-1.5, min(up, 1.5)) + 1)
-    ),
-}
+ACTS = [Act(swiglu), Act(geglu), Act(clamped_swiglu, CLAMP)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,38 +57,6 @@ def settings_of_experts(draw):
     )
 
 
-def largest(scores, k):
-    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k]
-
-
-def shares(scores):
-    """The softmax of a list."""
-    powers = [math.exp(score) for score in scores]
-    return [power / math.fsum(powers) for power in powers]
-
-
-def choice_of(scores, correction, settings):
-    """Weights and numbers of one token's experts, as the families' papers word it."""
-    k = settings.n_active
-    if settings.gate == "topk_softmax":
-        ids = largest(scores, k)
-        return shares([scores[i] for i in ids]), ids
-    if settings.gate == "softmax":
-        scores = shares(scores)
-        ids = largest(scores, k)
-        weights = [scores[i] for i in ids]
-        return ([weight / math.fsum(weights) for weight in weights] if settings.renormalise else weights), ids
-    scores = [1 / (1 + math.exp(-score)) for score in scores]
-    corrected, size = [score + extra for score, extra in zip(scores, correction)], settings.n_experts // settings.n_groups
-    groups = [corrected[at : at + size] for at in range(0, settings.n_experts, size)]
-    if settings.n_groups > 1:
-        best = largest([sum(sorted(group)[-2:]) for group in groups], settings.n_groups_active)
-        groups = [group if number in best else [0.0] * size for number, group in enumerate(groups)]
-    ids = largest([score for group in groups for score in group], k)
-    total = math.fsum([scores[i] for i in ids]) if settings.renormalise else 1
-    return [settings.scale * scores[i] / total for i in ids], ids
-
-
 @st.composite
 def routes(draw):
     n, d, settings = draw(dims), draw(dims), draw(settings_of_experts())
@@ -102,7 +64,7 @@ def routes(draw):
     corrected = settings.gate == "sigmoid"
 
     def reference(x, w, correction):
-        choices = [choice_of(list(row), correction, settings) for row in multiplied(x, w)]
+        choices = [reference_model.choice_of(list(row), correction, settings) for row in multiplied(x, w)]
         return [list(part) for part in zip(*choices)]
 
     return Case(
@@ -116,7 +78,7 @@ def routes(draw):
 
 @st.composite
 def mixtures(draw):
-    n, d, settings, act = draw(dims), draw(dims), draw(settings_of_experts()), draw(st.sampled_from(list(ACTS)))
+    n, d, settings, act = draw(dims), draw(dims), draw(settings_of_experts()), draw(st.sampled_from(ACTS))
     format_, bias, f, k = draw(matrix_formats), draw(st.booleans()), settings.d_ff, settings.n_active
     all_ids = range(settings.n_experts)
     ids = np.array([draw(st.permutations(all_ids))[:k] for _ in range(n)])
@@ -124,11 +86,12 @@ def mixtures(draw):
     down = [a_matrix(["down_proj"], [d], f, format_, bias, seed + 100) for seed in all_ids]
 
     def reference(x, weights, ids, gate_up, down):
+        definition = reference_model.ACTS[act.op.__name__]
         out = np.zeros((n, d))
         for token, slot in np.ndindex(n, k):
             expert = ids[token, slot]
             gate, up = np.split(multiplied(x[token : token + 1], gate_up[expert])[0], 2)
-            hidden = np.array([[ACTS[act](g, u) for g, u in zip(gate, up)]])
+            hidden = np.array([[definition(g, u, *[value for _, value in act.settings]) for g, u in zip(gate, up)]])
             out[token] += weights[token, slot] * multiplied(hidden, down[expert])[0]
         return out
 

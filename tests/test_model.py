@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import reference
 from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, activations, attention, generate, kvcache
 from npinfer import layers, ops
-from npinfer.weights import random_source
-from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, run, some_tokens
+from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, model_and_tensors, run, some_tokens
 
 SMALL = settings(max_examples=30)
 # Where the model looks for each operation, so that a test can put another in its place.
@@ -30,18 +29,6 @@ def close(actual, expected, tolerance=1e-4):
     # Rows of a few elements make a norm ill-conditioned: two orders of summation differ by some 1e-5.  A wrong
     # position, head or mask differs by some tenths.
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def model_and_tensors(config, precision=FP32, seed=0, scale=1):
-    """A random model, and the dict of the tensors it was made of."""
-    tensors, draw = {}, random_source(seed)
-
-    def source(name, layer, shape, expert=None):
-        key = (name, layer) if expert is None else (name, layer, expert)
-        tensors[key] = np.float32(scale) * draw(name, layer, shape)
-        return tensors[key]
-
-    return Transformer(config, precision, source), tensors
 
 
 def whole(model, tokens):
@@ -86,7 +73,7 @@ def test_cached_rows_are_rounded_to_their_format(kv, relative):
     model.prefill(tokens[:5], cache)
     for token in tokens[5:]:
         model.decode([token], cache)
-    _, *exact = reference.keys_and_values(tensors["embed", None][tokens].astype(np.float64), tensors, 0, LARGE)
+    exact = reference.rows_of_first_layer(tokens, tensors, LARGE)
     for rows, expected in zip(cached_rows(cache, 0), exact):
         assert rows.dtype == np.float32
         assert np.array_equal(rows[0], reference.ROUND[kv](rows[0]))

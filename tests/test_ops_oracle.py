@@ -27,6 +27,7 @@ from oracle import (
     BITS, CHECKS, FP32, Case, a_matrix, dims, flops, matrix_formats, multiplied, n_retained, numbers, stored, unscaled,
     vectors_of, windows,
 )  # fmt: skip
+from reference import ACTS
 from tally import Tally
 
 EPS = 1e-5
@@ -135,17 +136,9 @@ def residuals(draw):
     )
 
 
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
-
-
-def gelu_by_definition(x):
-    """Hendrycks and Gimpel, section 2: 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
-    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def acts(op, definition, gated=True, **static):
-    """Cases of an activation, from what it makes of one element (or of a gate and an up)."""
+def acts(name, gated=True, **static):
+    """Cases of an activation, defined by what it makes of one element (or of a gate and an up)."""
+    op, definition = getattr(activations, name), ACTS[name]
 
     @st.composite
     def cases(draw):
@@ -167,11 +160,6 @@ def samples(draw):
     return Case(ops.sample, (spec(shape, FP32),), (numbers(*shape),), {}, reference)
 
 
-def clamped_by_definition(gate, up, limit, alpha):
-    gate, up = min(gate, limit), max(-limit, min(up, limit))
-    return gate * sigmoid(alpha * gate) * (up + 1)
-
-
 CASES = {
     "embed": embeds(),
     "rms_norm": rms_norms(),
@@ -179,10 +167,10 @@ CASES = {
     "linear": linears(),
     "rope": ropes(),
     "residual": residuals(),
-    "swiglu": acts(activations.swiglu, lambda gate, up: gate * sigmoid(gate) * up),
-    "geglu": acts(activations.geglu, lambda gate, up: gelu_by_definition(gate) * up),
-    "gelu": acts(activations.gelu, gelu_by_definition, gated=False),
-    "clamped_swiglu": acts(activations.clamped_swiglu, clamped_by_definition, limit=2.5, alpha=1.702),
+    "swiglu": acts("swiglu"),
+    "geglu": acts("geglu"),
+    "gelu": acts("gelu", gated=False),
+    "clamped_swiglu": acts("clamped_swiglu", limit=2.5, alpha=1.702),
     "sample": samples(),
 }
 
