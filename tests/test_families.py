@@ -22,13 +22,15 @@ LATENT = ModelConfig(  # of the DeepSeek kind
     n_layers=3, d_model=12, n_heads=3, d_ff=10, vocab_size=13, head_dim=9,
     latent=Latent(kv_rank=7, rope_dim=4, value_dim=6, q_rank=8),
     experts=Experts(
-        n_experts=6, n_active=2, d_ff=5, n_shared=1, dense_layers=(0,), gate="sigmoid", scale=2.5, n_groups=3, n_groups_active=2,
+        n_experts=6, n_active=2, d_ff=5, n_shared=1, dense_layers=(0,), gate="sigmoid", scale=2.5, n_groups=3,
+        n_groups_active=2,
     ),
     rope_scaling=YarnScaling(factor=4.0, original_max_context=4000, beta_fast=8.0), name="latent",
 )  # fmt: skip
 SPARSE = ModelConfig(  # of the GPT-OSS kind
-    n_layers=3, d_model=12, n_heads=4, n_kv_heads=2, d_ff=10, vocab_size=13, head_dim=6, qkv_bias=True, o_bias=True, mlp_bias=True,
-    sliding_window=3, window_pattern=(True, False), attn_sinks=True, mlp_act="clamped_swiglu", act_limit=1.5, act_alpha=1.7,
+    n_layers=3, d_model=12, n_heads=4, n_kv_heads=2, d_ff=10, vocab_size=13, head_dim=6, qkv_bias=True, o_bias=True,
+    mlp_bias=True, sliding_window=3, window_pattern=(True, False), attn_sinks=True, mlp_act="clamped_swiglu",
+    act_limit=1.5, act_alpha=1.7,
     experts=Experts(n_experts=5, n_active=2, d_ff=7, gate="topk_softmax", router_bias=True), name="sparse",
 )  # fmt: skip
 CAPPED = ModelConfig(  # of the Gemma kind
@@ -37,12 +39,12 @@ CAPPED = ModelConfig(  # of the Gemma kind
     attn_softcap=1.0, final_softcap=2.0, scale_embeddings=True, name="capped",
 )  # fmt: skip
 LEARNED = ModelConfig(  # of the GPT-2 kind
-    n_layers=2, d_model=12, n_heads=3, d_ff=20, vocab_size=13, norm="layer", mlp_act="gelu", qkv_bias=True, o_bias=True, mlp_bias=True,
-    learned_positions=True, max_context=30, tie_embeddings=True, name="learned",
+    n_layers=2, d_model=12, n_heads=3, d_ff=20, vocab_size=13, norm="layer", mlp_act="gelu", qkv_bias=True, o_bias=True,
+    mlp_bias=True, learned_positions=True, max_context=30, tie_embeddings=True, name="learned",
 )  # fmt: skip
 PARTIAL = ModelConfig(
-    n_layers=2, d_model=12, n_heads=3, n_kv_heads=1, d_ff=9, vocab_size=13, head_dim=8, rotary_dim=2, pre_norm=False, post_norm=True,
-    qk_norm="full", norm="layer", name="partial",
+    n_layers=2, d_model=12, n_heads=3, n_kv_heads=1, d_ff=9, vocab_size=13, head_dim=8, rotary_dim=2, pre_norm=False,
+    post_norm=True, qk_norm="full", norm="layer", name="partial",
 )  # fmt: skip
 FAMILIES = (LATENT, SPARSE, CAPPED, LEARNED, PARTIAL)
 every_family = pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.name)
@@ -160,7 +162,8 @@ DIFFERENT = [
     (SPARSE, "experts", Experts(n_experts=5, n_active=3, d_ff=7, gate="topk_softmax", router_bias=True)),
     (SPARSE, "experts", Experts(n_experts=5, n_active=2, d_ff=7, gate="softmax", renormalise=False, router_bias=True)),
     (LATENT, "experts", replace(LATENT.experts, scale=1.0)), (LATENT, "experts", replace(LATENT.experts, renormalise=False)),
-    (LATENT, "experts", replace(LATENT.experts, n_groups_active=1)), (LATENT, "experts", replace(LATENT.experts, n_groups=1, n_groups_active=1)),
+    (LATENT, "experts", replace(LATENT.experts, n_groups_active=1)),
+    (LATENT, "experts", replace(LATENT.experts, n_groups=1, n_groups_active=1)),
     (LATENT, "rope_scaling", None), (LATENT, "rope_scaling", replace(LATENT.rope_scaling, truncate=False)),
     (LATENT, "rope_scaling", replace(LATENT.rope_scaling, attention_factor=1.5)), (LATENT, "sliding_window", 2),
     (CAPPED, "local_rope_theta", None), (CAPPED, "attn_softcap", None), (CAPPED, "final_softcap", 1.0),
@@ -236,7 +239,8 @@ def alike(grouped, names, precision):
 @given(any_config(), precisions(), batches, chunkings, st.integers(0, 2))
 def test_every_layer_reads_the_keys_that_its_window_shows(config, precision, batch, chunks, n_decoded):
     forwards, n_past = [*chunks, *[1] * n_decoded], 0
-    ledger, cache, _ = run(Transformer.shape_only(config, precision), some_tokens(config, batch, sum(forwards)), chunks, n_decoded)
+    model, tokens = Transformer.shape_only(config, precision), some_tokens(config, batch, sum(forwards))
+    ledger, cache, _ = run(model, tokens, chunks, n_decoded)
     n_parts, n_heads, width = config.kv_shape
     row = stored((batch * n_heads, width), precision.kv)
     read_by = ("kv_expand",) if config.latent else ("attn_scores", "attn_mix")
@@ -253,7 +257,7 @@ def test_every_layer_reads_the_keys_that_its_window_shows(config, precision, bat
         n_past += n_new
     assert cache.nbytes == n_parts * row * sum([n_retained(n_past, window) for window in windows])
     if not config.sliding_window:
-        assert cache.nbytes == batch * n_past * Transformer.shape_only(config, precision).kv_bytes_per_token
+        assert cache.nbytes == batch * n_past * model.kv_bytes_per_token
 
 
 LAYER_ENTRIES = {
@@ -275,8 +279,8 @@ LAYER_ENTRIES = {
         "down_proj mlp_residual"
     ),
     "partial": (
-        "q_proj k_proj v_proj q_norm rope k_norm rope kv_append attn_scores softmax attn_mix o_proj post_attn_norm attn_residual "
-        "gate_proj up_proj mlp_act down_proj post_mlp_norm mlp_residual"
+        "q_proj k_proj v_proj q_norm rope k_norm rope kv_append attn_scores softmax attn_mix o_proj post_attn_norm "
+        "attn_residual gate_proj up_proj mlp_act down_proj post_mlp_norm mlp_residual"
     ),
 }
 
