@@ -51,7 +51,8 @@ every_family = pytest.mark.parametrize("config", FAMILIES, ids=lambda config: co
 
 
 def close(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    # Two orders of summation differ by some 1e-6, and where a norm divides by little by ten times that.
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=3e-5)
 
 
 def lengths_matter(config):

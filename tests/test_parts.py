@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from npinfer import (
-    ConfigError, DynamicScaling, Experts, Latent, Ledger, LinearScaling, ModelConfig, Precision, RopeScaling, Transformer, UnknownName,
-    YarnScaling,
+    ConfigError, DynamicScaling, Experts, Latent, Ledger, LinearScaling, ModelConfig, Precision, RopeScaling, Transformer,
+    UnknownName, YarnScaling,
 )  # fmt: skip
 
 SIZES = {"n_layers": 2, "d_model": 8, "n_heads": 2, "d_ff": 8, "vocab_size": 9}
@@ -41,7 +41,8 @@ def test_scalings_refuse_what_is_no_positive_number(kind, field, value):
 
 def test_scalings_refuse_bounds_in_the_wrong_order():
     refused(lambda: RopeScaling(8.0, 4.0, 4.0, 64), "rope_scaling low_freq_factor is 4, expected below high_freq_factor 4")
-    refused(lambda: YarnScaling(2.0, 64, beta_fast=1.0, beta_slow=32.0), "rope_scaling beta_slow is 32, expected below beta_fast 1")
+    wrong = "rope_scaling beta_slow is 32, expected below beta_fast 1"
+    refused(lambda: YarnScaling(2.0, 64, beta_fast=1.0, beta_slow=32.0), wrong)
     refused(lambda: YarnScaling(2.0, 64, truncate=1), "rope_scaling truncate is 1, expected true or false")
 
 
@@ -50,10 +51,13 @@ def test_scalings_refuse_bounds_in_the_wrong_order():
     ({"n_experts": "8"}, "experts n_experts is '8', expected a whole number"), ({"d_ff": 1.5}, "experts d_ff is 1.5"),
     ({"n_active": 0}, "experts n_active is 0"), ({"n_active": 5}, "experts n_active is 5, expected at most n_experts 4"),
     ({"n_shared": -1}, "experts n_shared is -1, expected from 0"), ({"dense_layers": (-1,)}, "experts dense_layers is -1"),
-    ({"dense_layers": 3}, "experts dense_layers is 3, expected a tuple"), ({"dense_layers": "01"}, "experts dense_layers is '01'"),
+    ({"dense_layers": 3}, "experts dense_layers is 3, expected a tuple"),
+    ({"dense_layers": "01"}, "experts dense_layers is '01'"),
     ({"dense_layers": None}, "experts dense_layers is None"), ({"dense_layers": (0.5,)}, "experts dense_layers is 0.5"),
-    ({"gate": "top1"}, "experts gate is 'top1', expected one of softmax, topk_softmax, sigmoid"), ({"gate": None}, "experts gate"),
-    ({"renormalise": 1}, "experts renormalise is 1, expected true or false"), ({"router_bias": "no"}, "experts router_bias is 'no'"),
+    ({"gate": "top1"}, "experts gate is 'top1', expected one of softmax, topk_softmax, sigmoid"),
+    ({"gate": None}, "experts gate"),
+    ({"renormalise": 1}, "experts renormalise is 1, expected true or false"),
+    ({"router_bias": "no"}, "experts router_bias is 'no'"),
     ({"scale": 0}, "experts scale is 0, expected a positive number"), ({"scale": float("nan")}, "experts scale is nan"),
     ({"n_groups": 3}, "experts n_groups is 3 and n_groups_active 1, expected a divisor of n_experts 4"),
     ({"n_groups_active": 2}, "experts n_groups is 1 and n_groups_active 2"), ({"n_groups": 0}, "experts n_groups is 0"),
@@ -70,8 +74,8 @@ def test_dense_layers_are_kept_in_order_and_once():
 
 
 @pytest.mark.parametrize("field, value", [
-    ("kv_rank", 0), ("kv_rank", 1.5), ("rope_dim", True), ("rope_dim", 3), ("value_dim", None), ("value_dim", "4"), ("q_rank", 0),
-    ("q_rank", 2.0),
+    ("kv_rank", 0), ("kv_rank", 1.5), ("rope_dim", True), ("rope_dim", 3), ("value_dim", None), ("value_dim", "4"),
+    ("q_rank", 0), ("q_rank", 2.0),
 ], ids=str)  # fmt: skip
 def test_latents_refuse_nonsense_by_name(field, value):
     refused(lambda: Latent(**LATENT | {field: value}), f"latent {field} is {value!r}")
@@ -93,7 +97,8 @@ def test_latents_refuse_nonsense_by_name(field, value):
     ({"rope_scaling": {"factor": 2}}, "rope_scaling is {'factor': 2}"), ({"learned_positions": True}, "needs max_context"),
     ({"pre_norm": False}, "pre_norm and post_norm are both false"),
     ({"act_limit": 7.0}, "act_limit and act_alpha go with mlp_act 'clamped_swiglu', both"),
-    ({"act_alpha": 7.0}, "act_limit and act_alpha go with"), ({"act_limit": 7.0, "act_alpha": 1.0}, "act_limit and act_alpha go with"),
+    ({"act_alpha": 7.0}, "act_limit and act_alpha go with"),
+    ({"act_limit": 7.0, "act_alpha": 1.0}, "act_limit and act_alpha go with"),
     ({"mlp_act": "clamped_swiglu"}, "act_limit and act_alpha go with"),
     ({"mlp_act": "clamped_swiglu", "act_limit": 7.0}, "act_limit and act_alpha go with"),
     ({"mlp_act": "gelu", "experts": Experts(**EXPERTS)}, "mlp_act is 'gelu', which has no gate"),
@@ -105,7 +110,8 @@ def test_configs_refuse_nonsense_by_name(change, message):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"n_kv_heads": 1}, "and without groups"), ({"qk_norm": "head"}, "and without qk_norm"), ({"qkv_bias": True}, "without qkv_bias"),
+    ({"n_kv_heads": 1}, "and without groups"), ({"qk_norm": "head"}, "and without qk_norm"),
+    ({"qkv_bias": True}, "without qkv_bias"),
     ({"attn_sinks": True}, "without attn_sinks"), ({"rotary_dim": 2}, "without rotary_dim"),
     ({"learned_positions": True, "max_context": 8, "qkv_bias": True}, "without qkv_bias and learned_positions"),
     ({"head_dim": 2}, "2 elements of a head are rotated, expected at most 1"),
@@ -127,7 +133,8 @@ def test_exceptions_of_a_precision():
     assert precision.format_of("k_proj", 1, is_matrix=True) == "fp16"
     with pytest.raises(UnknownName, match="no format of q_proj 'int5'; known: fp32"):
         Precision(exceptions=[("q_proj", None, "int5")])
-    refused(lambda: Precision(exceptions=[("q_proj", "int4")]), "an exception is ('q_proj', 'int4'), expected (tensor, layer or None")
+    wrong = "an exception is ('q_proj', 'int4'), expected (tensor, layer or None, format)"
+    refused(lambda: Precision(exceptions=[("q_proj", "int4")]), wrong)
 
 
 def test_layers_that_an_exception_sets_apart_count_apart():
