@@ -14,7 +14,7 @@ from npinfer import scaling
 from npinfer.checks import MAX_LAYERS, flag, one_of, positive, settle, whole
 from npinfer.errors import ConfigError
 from npinfer.parts import Experts, Latent
-from npinfer.scaling import Scaling
+from npinfer.scaling import Scaling, YarnScaling
 from npinfer.tables import read_table, table_names
 
 PRESETS = os.path.join(os.path.dirname(__file__), "presets.toml")
@@ -183,18 +183,22 @@ class ModelConfig:
         if self.learned_positions and self.max_context is None:
             raise ConfigError("learned_positions needs max_context: the table has a row for each position")
         if self.latent:
-            others = [name for name in ("qk_norm", "qkv_bias", "learned_positions", "attn_sinks", "rotary_dim") if getattr(self, name)]
-            if others or self.n_kv_heads != self.n_heads:
-                met = ", ".join(others) or f"n_kv_heads {self.n_kv_heads} of n_heads {self.n_heads}"
-                raise ConfigError(f"a latent does not go with {met}")
+            others = "qk_norm", "qkv_bias", "attn_sinks", "rotary_dim", "learned_positions"
+            unfit = [name for name in others if getattr(self, name)] + ["groups"] * (self.n_kv_heads != self.n_heads)
+            if unfit:
+                raise ConfigError(f"a latent goes with n_kv_heads equal to n_heads, and without {' and '.join(unfit)}")
         if self.experts and self.experts.n_shared and self.post_norm:
             raise ConfigError("shared experts do not go with post_norm: their results are added one after another")
-        if (self.mlp_act == "clamped_swiglu") != (self.act_limit is not None and self.act_alpha is not None):
+        if {self.act_limit is not None, self.act_alpha is not None} != {self.mlp_act == "clamped_swiglu"}:
             raise ConfigError("act_limit and act_alpha go with mlp_act 'clamped_swiglu', both")
         if self.experts and self.mlp_act == "gelu":
             raise ConfigError("mlp_act is 'gelu', which has no gate; experts here have one")
         if not (self.pre_norm or self.post_norm):
             raise ConfigError("pre_norm and post_norm are both false; a layer has one of them, or both")
+        if self.experts and self.experts.n_shared and self.post_norm:
+            raise ConfigError("shared experts do not go with post_norm: they are added to x apart from the chosen ones")
+        if isinstance(self.rope_scaling, YarnScaling) and self.rope_theta <= 1:
+            raise ConfigError(f"rope_theta is {self.rope_theta:g}, expected above 1: YaRN tells pairs apart by their speed")
 
     @classmethod
     def from_hf(cls, source):

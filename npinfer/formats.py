@@ -136,7 +136,10 @@ class Precision:
         if self.bits_per_weight is not None:
             mixed_format(self.bits_per_weight)
         exceptions = {}
-        for tensor, layer, name in self.exceptions:
+        for exception in self.exceptions:
+            if not isinstance(exception, list | tuple) or len(exception) != 3:
+                raise ConfigError(f"an exception is {exception!r}, expected (tensor, layer or None, format)")
+            tensor, layer, name = exception
             if name not in ALLOWED["weights"]:
                 raise UnknownName(f"format of {tensor}", name, ALLOWED["weights"])
             exceptions[tensor, layer] = FORMATS[name]

@@ -33,7 +33,7 @@ from npinfer.storage import PACKED, widen
 TILE_ELEMENTS = 2**18  # weights widened at once: 1 MiB, which a cache holds until they are multiplied
 
 
-def _embed_rule(tokens, table, positions, scale):
+def _embed_rule(tokens, table, positions, scale=None):
     batch, n_new = tokens.shape
     rows = spec((batch * n_new, table.shape[1]), table.format, "weight")  # not the table: the rows it is asked for
     out = spec(rows.shape, tokens.format)
@@ -201,7 +201,7 @@ def product(x, w):
 def _product_by_tiles(x, w):
     """x times rows that are packed, or have scales within: widened some at a time, so that they never all are."""
     d_in = x.shape[-1]
-    out = np.empty((len(x), len(w.rows)), x.dtype)
+    out = np.empty_like(x, order="C", shape=(len(x), len(w.rows)))
     n_rows = max(1, TILE_ELEMENTS // d_in)
     space = np.empty((n_rows, d_in), np.float32)
     for start in range(0, len(w.rows), n_rows):

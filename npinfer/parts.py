@@ -54,6 +54,8 @@ class Experts:
         settle(self, positive, "scale", prefix="experts ")
         settle(self, flag, "renormalise", "router_bias", prefix="experts ")
         one_of("experts gate", self.gate, GATES)
+        if not isinstance(self.dense_layers, list | tuple | set | frozenset | range):
+            raise ConfigError(f"experts dense_layers is {self.dense_layers!r}, expected a tuple of layer numbers")
         layers = sorted({whole("experts dense_layers", layer, least=0) for layer in self.dense_layers})
         object.__setattr__(self, "dense_layers", tuple(layers))
         if self.n_active > self.n_experts:

@@ -131,6 +131,12 @@ class Cache:
         """Ids of one sequence in the model's vocabulary, int64 (n,)."""
         ids = as_ids(tokens)
         self.model.checked(ids)
+        scaling = self.model.config.rope_scaling
+        if scaling is not None and scaling.by_length and len(ids) > scaling.original_max_context:
+            raise CacheError(
+                f"the prompt has {len(ids)} tokens, and beyond {scaling.original_max_context} a key depends on how long the "
+                "text is (dynamic rope_scaling), so that no other prompt's can be reused; run it without a cache"
+            )
         return ids
 
     def _match(self, root, ids, within_block):

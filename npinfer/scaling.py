@@ -151,6 +151,8 @@ class YarnScaling(Scaling):
             object.__setattr__(self, "attention_factor", yarn_attention_factor(self.factor))
         settle(self, positive, "attention_factor", "beta_fast", "beta_slow", prefix="rope_scaling ")
         settle(self, flag, "truncate", prefix="rope_scaling ")
+        if self.beta_slow >= self.beta_fast:
+            raise ConfigError(f"rope_scaling beta_slow is {self.beta_slow:g}, expected below beta_fast {self.beta_fast:g}")
 
     def stretched(self, theta, dim, length):
         def pair(n_turns):

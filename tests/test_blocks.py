@@ -335,7 +335,7 @@ def test_a_fingerprint_tells_models_apart():
     models += [Transformer.random(T1, 0, npinfer.Precision("fp32", kv, "fp32")) for kv in ("fp16", "bf16")]
     models += [Transformer.random(T1, 0, npinfer.Precision(weights, "fp32", "fp32")) for weights in ("fp16", "int8")]
     one_off = Transformer.random(T1, 0, FP32)
-    next(iter(one_off.weights.layers))[2].o_proj.data.rows[0, 0] += 1
+    next(iter(one_off.weights.layers))[2].attention.o_proj.data.rows[0, 0] += 1
     models += [one_off, Transformer.shape_only(T1, FP32)]
     assert len({m.fingerprint() for m in models}) == len(models)
     assert Transformer.random(replace(T1, name="other"), 0, FP32).fingerprint() == models[0].fingerprint()

@@ -15,7 +15,7 @@ from cachelib import (
     CONFIGS, CacheAgainstHistories, Clock, WatchedStore, assert_cold, check_payloads, check_store, cold, joined,
     loaded_bytes, model, parents_of, requests, row_bytes, split, watched,
 )  # fmt: skip
-from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, attention, generate, kvcache, layers, ops
+from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, generate, kvcache, layers, ops
 from strategies import FP32
 
 names = st.sampled_from(["T1", "window", "window of one", "grouped"])
@@ -146,7 +146,8 @@ def common(one, other):
 
 def failing(op, n_calls):
     """A context in which the n-th call of an operation fails."""
-    patch, real, calls = pytest.MonkeyPatch.context(), getattr(ops, op), []
+    owner = layers if op == "attention" else ops
+    patch, real, calls = pytest.MonkeyPatch.context(), getattr(owner, op), []
 
     def fails(*args, **kwargs):
         calls.append(op)
@@ -156,7 +157,7 @@ def failing(op, n_calls):
 
     class Failing:
         def __enter__(self):
-            patch.__enter__().setattr(ops, op, fails)
+            patch.__enter__().setattr(owner, op, fails)
 
         def __exit__(self, *exc_info):
             return patch.__exit__(*exc_info)
@@ -727,12 +728,12 @@ def test_what_is_given_back_during_a_forward_is_room(monkeypatch):
     """Another thread's start may end while this one computes; its rows are no reason to refuse."""
     cache, _ = cache_of("prompt", block_size=2, capacity_bytes=4 * 128)
     held = cache.prefill([1, 2, 3, 4])
-    attention = attention.attention
+    attention = layers.attention
 
     def released_meanwhile(*operands, **static):
         held.release()
         return attention(*operands, **static)
 
-    monkeypatch.setattr(ops, "attention", released_meanwhile)
+    monkeypatch.setattr(layers, "attention", released_meanwhile)
     cache.prefill([5, 6]).release()
     assert cache.stats.refused == 0 and cache.stats.evicted == 1

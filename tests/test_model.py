@@ -8,12 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, attention, generate, kvcache, layers, ops
-from npinfer.weights import random_source
-from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, run, some_tokens
+from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, activations, attention, generate, kvcache
+from npinfer import layers, ops
+from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, model_and_tensors, run, some_tokens
 
 SMALL = settings(max_examples=30)
-OPERATIONS = ("embed", "rms_norm", "linear", "rope", "kv_append", "attention", "residual", "swiglu")
+# Where the model looks for each operation, so that a test can put another in its place.
+OPERATIONS = dict.fromkeys(("embed", "rms_norm", "linear", "rope", "kv_append", "residual"), ops)
+OPERATIONS |= {"attention": layers, "swiglu": activations}
 WINDOWED = ModelConfig(
     n_layers=3, d_model=8, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=10, vocab_size=13, sliding_window=3,
     qkv_bias=True, o_bias=True, mlp_bias=True, rope_scaling=LLAMA3,
@@ -27,17 +29,6 @@ def close(actual, expected, tolerance=1e-4):
     # Rows of a few elements make a norm ill-conditioned: two orders of summation differ by some 1e-5.  A wrong
     # position, head or mask differs by some tenths.
     np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def model_and_tensors(config, precision=FP32, seed=0, scale=1):
-    """A random model, and the dict of the tensors it was made of."""
-    tensors, draw = {}, random_source(seed)
-
-    def source(name, layer, shape):
-        tensors[name, layer] = np.float32(scale) * draw(name, layer, shape)
-        return tensors[name, layer]
-
-    return Transformer(config, precision, source), tensors
 
 
 def whole(model, tokens):
@@ -82,7 +73,7 @@ def test_cached_rows_are_rounded_to_their_format(kv, relative):
     model.prefill(tokens[:5], cache)
     for token in tokens[5:]:
         model.decode([token], cache)
-    _, *exact = reference.keys_and_values(tensors["embed", None][tokens].astype(np.float64), tensors, 0, LARGE)
+    exact = reference.rows_of_first_layer(tokens, tensors, LARGE)
     for rows, expected in zip(cached_rows(cache, 0), exact):
         assert rows.dtype == np.float32
         assert np.array_equal(rows[0], reference.ROUND[kv](rows[0]))
@@ -252,16 +243,17 @@ def arrays_in(result):
 @pytest.mark.parametrize("config", [T1, WINDOWED], ids=["t1", "windowed"])
 def test_case_41_every_intermediate_is_float32(config, precision, monkeypatch):
     seen = {}
-    for name in (*OPERATIONS, "softmax"):
-        def watched(*operands, _name=name, _body=getattr(ops, name), **static):
+    watched_names = OPERATIONS | {"softmax": attention}
+    for name, module in watched_names.items():
+        def watched(*operands, _name=name, _body=getattr(module, name), **static):
             result = _body(*operands, **static)
             seen.setdefault(_name, set()).update(array.dtype for array in arrays_in(result))
             return result
 
-        monkeypatch.setattr(ops, name, watched)
+        monkeypatch.setattr(module, name, watched)
     model = Transformer.random(config, precision=precision)
     _, cache, logits = run(model, some_tokens(config, 2, 7), [4, 2], 1)
-    assert seen == {name: {np.dtype(np.float32)} for name in (*OPERATIONS, "softmax")}
+    assert seen == {name: {np.dtype(np.float32)} for name in watched_names}
     assert all(part.dtype == np.float32 for part in logits)
     for layer in range(config.n_layers):
         assert all(rows.dtype == np.float32 for rows in cached_rows(cache, layer))
@@ -383,20 +375,20 @@ class Interrupted(BaseException):
 def test_a_forward_that_fails_anywhere_leaves_no_trace(config, n_new, capacity, monkeypatch):
     """An exception at each operation in turn, then the same request again: as if nothing had happened."""
     monkeypatch.setattr(kvcache, "GROWTH_ROWS", 1)  # so that rows are also moved by the forward that fails
-    model = Transformer.random(config, precision=FP32)
-    tokens = some_tokens(config, 1, 11 + n_new)
-    _, cache, _ = run(model, tokens, [4, 2], 5, cache=model.new_cache(capacity=capacity))
-    before, expected = held(cache), model.prefill(tokens[:, 11:], cache.fork())
-    fuse = [0]  # operations until the next failure
+    fuse = [0]  # operations until the next failure; none of those at 0
 
-    for name in OPERATIONS:
-        def failing(*operands, _body=getattr(ops, name), **static):
+    for name, module in OPERATIONS.items():
+        def failing(*operands, _body=getattr(module, name), **static):
             fuse[0] -= 1
             if fuse[0] == 0:
                 raise Interrupted
             return _body(*operands, **static)
 
-        monkeypatch.setattr(ops, name, failing)
+        monkeypatch.setattr(module, name, failing)
+    model = Transformer.random(config, precision=FP32)
+    tokens = some_tokens(config, 1, 11 + n_new)
+    _, cache, _ = run(model, tokens, [4, 2], 5, cache=model.new_cache(capacity=capacity))
+    before, expected = held(cache), model.prefill(tokens[:, 11:], cache.fork())
     n_operations = 1 + config.n_layers * 13 + 2
     for at in range(1, n_operations + 1):
         fuse[0] = at

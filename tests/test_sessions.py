@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import npinfer
-from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, SessionCache, Transformer, layers
+from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, SessionCache, Transformer, layers, ops
 from strategies import FP32, T1
 
 FP16_KV = Precision(weights="fp32", kv="fp16", activations="fp32")
@@ -616,7 +616,7 @@ def broken(*args, **kwargs):
     raise MemoryError("for the test")
 
 
-@pytest.mark.parametrize("owner, name", [(ops, "attention"), (ops, "cache_load"), (npinfer.KVCache, "rows")])
+@pytest.mark.parametrize("owner, name", [(layers, "attention"), (ops, "cache_load"), (npinfer.KVCache, "rows")])
 def test_a_call_that_fails_leaves_the_session_as_it_was(monkeypatch, owner, name):
     sessions, _ = sessions_of(40, 20, capacity=100)
     before = sessions.stats
@@ -635,7 +635,7 @@ def test_a_call_that_fails_leaves_the_session_as_it_was(monkeypatch, owner, name
 def stopped_inside(monkeypatch, call):
     """A thread that makes `call` and stands still in the midst of its forward; gives what it returned, in a list."""
     inside, go_on, results = threading.Event(), threading.Event(), []
-    original = attention.attention
+    original = layers.attention
 
     def attention(*args, **kwargs):
         if threading.current_thread() is thread and not inside.is_set():
@@ -645,7 +645,7 @@ def stopped_inside(monkeypatch, call):
 
     thread = threading.Thread(target=lambda: results.append(call()))
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "attention", attention)
+        patch.setattr(layers, "attention", attention)
         thread.start()
         try:
             assert inside.wait(20)
@@ -699,7 +699,7 @@ def test_a_start_that_is_not_released_is_no_writer():
 
 def test_sessions_in_threads_at_once(monkeypatch):
     """All are in the midst of a forward at the same time."""
-    n_threads, original, local = 4, attention.attention, threading.local()
+    n_threads, original, local = 4, layers.attention, threading.local()
     barrier = threading.Barrier(n_threads)
 
     def attention(*args, **kwargs):
@@ -708,7 +708,7 @@ def test_sessions_in_threads_at_once(monkeypatch):
             barrier.wait(20)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(ops, "attention", attention)
+    monkeypatch.setattr(layers, "attention", attention)
     sessions, failures = SessionCache(model(), 60 * ROW_BYTES), []
 
     def talk(number):

@@ -158,7 +158,7 @@ def softmax_of_reciprocals(scores):
 def attention_with(softmax=attention.softmax, multiply=np.matmul):
     """A plain attention, to plant faults in."""
 
-    def body(q, k, v, scale, window):
+    def body(q, k, v, sinks, scale, window):
         n_heads, n_new, n_keys = q.shape[1], q.shape[2], k.shape[2]
         k, v = (np.repeat(x, n_heads // x.shape[1], axis=1) for x in (k, v))
         scores = multiply(q, k.swapaxes(-1, -2)) * scale
@@ -168,18 +168,18 @@ def attention_with(softmax=attention.softmax, multiply=np.matmul):
     return body
 
 
-def attention_of_the_causal_part_alone(q, k, v, scale, window):
+def attention_of_the_causal_part_alone(q, k, v, sinks, scale, window):
     n_new, n_keys = q.shape[2], k.shape[2]
     rows = []
     for t in range(n_new):
         seen = n_keys - n_new + t + 1
         row = slice(t, t + 1)
-        rows.append(attention_with()(q[:, :, row], k[:, :, :seen], v[:, :, :seen], scale, None))
+        rows.append(attention_with()(q[:, :, row], k[:, :, :seen], v[:, :, :seen], None, scale, None))
     return np.concatenate(rows, axis=2)
 
 
-def attention_that_scales_q(q, k, v, scale, window):
-    return attention_with()(q * scale, k, v, 1.0, window)
+def attention_that_scales_q(q, k, v, sinks, scale, window):
+    return attention_with()(q * scale, k, v, None, 1.0, window)
 
 
 def product_by_elements(a, b):
@@ -232,7 +232,7 @@ def sample_that_scales_first(logits):
     return [max(range(len(row)), key=lambda i: row[i] * 1.0) for row in logits]
 
 
-def embed_that_scales(tokens, table):
+def embed_that_scales(tokens, table, positions):
     return table.rows[tokens.ravel()] * 1.0
 
 
@@ -242,8 +242,8 @@ LINEAR = ((spec((6, 4), INT8, "weight", "q_proj"), spec((6,), FP32, "weight", "q
 PLANTED = [
     (
         attention.attention,
-        (spec((2, 4, 3, 4), FP32), KV, KV),
-        (numbers(2, 4, 3, 4), numbers(2, 2, 5, 4), numbers(2, 2, 5, 4)),
+        (spec((2, 4, 3, 4), FP32), KV, KV, None),
+        (numbers(2, 4, 3, 4), numbers(2, 2, 5, 4), numbers(2, 2, 5, 4), None),
         {"scale": 0.5, "window": None},
         [
             attention_with(softmax_with_one_multiplication_more),
@@ -287,8 +287,8 @@ PLANTED = [
     (ops.sample, (spec((3, 4), FP32),), (numbers(3, 4),), {}, [sample_that_scales_first]),
     (
         ops.embed,
-        (spec((1, 3), FP32, "token"), spec((5, 4), FP32, "weight", "embed")),
-        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),), FP32)),
+        (spec((1, 3), FP32, "token"), spec((5, 4), FP32, "weight", "embed"), None),
+        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),), FP32), None),
         {},
         [embed_that_scales],
     ),
@@ -302,7 +302,7 @@ def executed(body, operands, static):
     for x in operands:
         if isinstance(x, Matrix):
             x = Matrix(*[tally.watch(part) if isinstance(part, np.ndarray) else part for part in x])
-        elif x.dtype == np.float32:
+        elif x is not None and x.dtype == np.float32:
             x = tally.watch(x)
         watched.append(x)
     body(*watched, **static)
