@@ -187,8 +187,6 @@ class ModelConfig:
             unfit = [name for name in others if getattr(self, name)] + ["groups"] * (self.n_kv_heads != self.n_heads)
             if unfit:
                 raise ConfigError(f"a latent goes with n_kv_heads equal to n_heads, and without {' and '.join(unfit)}")
-        if self.experts and self.experts.n_shared and self.post_norm:
-            raise ConfigError("shared experts do not go with post_norm: their results are added one after another")
         if {self.act_limit is not None, self.act_alpha is not None} != {self.mlp_act == "clamped_swiglu"}:
             raise ConfigError("act_limit and act_alpha go with mlp_act 'clamped_swiglu', both")
         if self.experts and self.mlp_act == "gelu":
