@@ -17,7 +17,7 @@ from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts
 from npinfer.specs import Array, spec
 from oracle import (
-    CHECKS, FP32, Case, a_matrix, dims, flops, matrix_formats, multiplied, n_retained, numbers, stored, windows,
+    CHECKS, FP32, Case, a_matrix, dims, matrix_formats, multiplied, n_retained, numbers, stored, windows,
 )  # fmt: skip
 from tally import Tally
 

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
-from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer, activations, attention, generate, kvcache
-from npinfer import layers, ops
+from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer
+from npinfer import activations, attention, generate, kvcache, layers, ops
 from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, model_and_tensors, run, some_tokens
 
 SMALL = settings(max_examples=30)
