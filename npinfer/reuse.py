@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from npinfer import ops
 from npinfer.blocks import Block, BlockStore, as_ids, common_prefix, n_bytes, root_key
 from npinfer.checks import whole
-from npinfer.errors import CacheError, InputError, UnknownName
+from npinfer.errors import CacheError, UnknownName
 from npinfer.generate import no_tokens
 from npinfer.ledger import Ledger, forward
 from npinfer.model import Transformer
@@ -60,12 +60,6 @@ class Cache:
     def __init__(self, model, capacity_bytes, ttl_s, clock, tier, block_size=BLOCK_SIZE, least_tokens=1):
         if tier not in TIERS:
             raise UnknownName("tier", tier, TIERS)
-        scaling = model.config.rope_scaling
-        if scaling is not None and scaling.by_length:
-            raise InputError(
-                f"{model.config.name} has RoPE of kind {type(scaling).__name__}: its keys depend on how long the text is, "
-                "so that those of a beginning cannot be reused; run it without a cache"
-            )
         self.model, self.tier, self.block_size = model, tier, whole("block_size", block_size)
         self.token_bytes = model.kv_bytes_per_token
         capacity = None if capacity_bytes is None else n_bytes("capacity_bytes", capacity_bytes)
