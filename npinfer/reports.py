@@ -19,7 +19,9 @@ class CacheReport:
         Prompt tokens: all, served from the cache, computed now.
     saved : Counts
         Cold ledger minus warm ledger.  Loading is KV traffic of the warm one,
-        so that fields may be negative.
+        so that fields may be negative.  The cold run is counted and not
+        computed: of experts it reads the expected number, the warm run those
+        that its tokens chose.
     bytes_loaded : int
         Stored bytes of the rows restored, each once.
     transfer_bytes : int
