@@ -120,9 +120,18 @@ def decode_counts_total(config, precision, batch, n_prompt, n_output, experts_to
 
 
 @refuse_overflow
-def sample_counts(config, precision, batch):
-    """Counts of greedy sampling after one forward: vocab_size - 1 comparisons in each sequence."""
-    counts = operations.sample_counts(config, precision, whole_numbers("batch", batch, 1))
+def sample_counts(config, precision, batch, sampler=None):
+    """Counts of sampling after one forward.
+
+    Parameters
+    ----------
+    config, precision, batch
+        As for `forward_counts`.
+    sampler : npinfer.Sampler, optional
+        A draw from the k largest logits is 4*k + 1 FLOPs in each sequence, k =
+        min(top_k, vocab_size).  Default greedy: vocab_size - 1 comparisons.
+    """
+    counts = operations.sample_counts(config, precision, whole_numbers("batch", batch, 1), sampler)
     return counts if np.ndim(batch) == 0 else Counts(*np.broadcast_arrays(*counts))
 
 

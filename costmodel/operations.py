@@ -90,10 +90,14 @@ def _latent_projections(forms):
     }
 
 
-def sample_counts(config, precision, batch):
-    """Counts of greedy sampling after one forward: the largest of vocab_size logits, in each sequence."""
+def sample_counts(config, precision, batch, sampler=None):
+    """Counts of sampling after one forward: the largest of vocab_size logits in each sequence, or a draw from the k largest."""
+    flops = config.vocab_size - 1
+    if sampler is not None:
+        # The largest subtracted, temperature, exp, a running sum (one less), top_p and the draw times a sum.
+        flops = 4 * min(sampler.top_k or config.vocab_size, config.vocab_size) + 1
     return Counts(
-        elementwise_flops=batch * (config.vocab_size - 1),
+        elementwise_flops=batch * flops,
         activation_bytes_read=batch * config.vocab_size * precision.activations.bits // 8,
     )
 

@@ -158,7 +158,10 @@ class Prediction(NamedTuple):
         return longest
 
 
-def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, *, compute=None):
+def predict(
+    config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, *, compute=None, sampler=None,
+    experts_touched="expected",
+):  # fmt: skip
     """Predict a request from closed forms.
 
     Parameters
@@ -176,6 +179,10 @@ def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cach
         Prompt tokens whose KV is already on the device, fewer than `n_prompt`.
     compute : str, optional
         Format whose matmul rate to use; default that of the activations.
+    sampler : npinfer.Sampler, optional
+        How tokens are drawn; default greedy.
+    experts_touched : {"expected", "all"}
+        As for `decode_counts_total`.
 
     Returns
     -------
@@ -194,16 +201,18 @@ def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cach
     batch = whole_numbers("batch", batch, 1)
     if n_cached >= n_prompt:
         raise InputError(f"n_cached is {n_cached} of n_prompt {n_prompt}; at least the last token is computed")
-    sample = operations.sample_counts(config, precision, batch)
+    sample = operations.sample_counts(config, precision, batch, sampler)
 
     def phase(load, n_forwards):
         costs = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_forwards)]
         return Phase.of(costs, n_forwards, experts.surplus_bytes(config, precision, load))
 
-    prefill = phase(loads.forward_load(config, precision, batch, n_cached, n_prompt - n_cached), 1)
+    prefill = phase(
+        loads.forward_load(config, precision, batch, n_cached, n_prompt - n_cached, experts_touched=experts_touched), 1
+    )
     decode = Phase.of([], 0)
     if n_steps:
-        decode = phase(loads.decode_load(config, precision, batch, n_prompt, n_steps), n_steps)
+        decode = phase(loads.decode_load(config, precision, batch, n_prompt, n_steps, experts_touched), n_steps)
     return _prediction(config, precision, gpu_profile(gpu), prefill, decode, n_prompt, n_output, batch, compute)
 
 
@@ -336,7 +345,6 @@ def _n_params_of_a_token(config):
     """Streamed parameters, without the experts that a token does not use."""
     idle = formulas.n_parameters(config) - formulas.n_active_parameters(config)
     return formulas.n_streamed_parameters(config) - idle
-
 
 
 @lru_cache(maxsize=256)

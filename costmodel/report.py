@@ -12,11 +12,10 @@ from costmodel import caching, experts, formulas
 from costmodel.loads import decode_load, forward_load
 from costmodel.operations import operation_counts, sample_counts
 from costmodel.prediction import predict_from
-from npinfer import Ledger, Precision, generate
-from npinfer.attention import BLOCK_ELEMENTS
+from costmodel.tensors import tensors
+from npinfer import Ledger, generate
 from npinfer.checks import whole
 from npinfer.ledger import Counts
-from npinfer.tensors import layer_tensors, model_tensors
 
 SCHEMA = "npinfer-trace/1"
 MODEL_FIELDS = (
@@ -32,7 +31,10 @@ ROUGH_FIELDS = (
 )  # fmt: skip
 
 
-def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, explain=False, advise=False):
+def trace(
+    model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, explain=False, advise=False,
+    sampler=None, stop=False,
+):  # fmt: skip
     """Run a request and report on it.
 
     Parameters
@@ -52,6 +54,8 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
         As for `npinfer.generate`.
     explain, advise : bool
         Whether to add the formula of each headline number, and what each lever would change on each GPU.
+    sampler, stop : optional
+        As for `npinfer.generate`.  Where a stop token ends a run, the report is of the tokens that there were.
 
     Returns
     -------
@@ -71,14 +75,17 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
 
     start_s = perf_counter()
     with Ledger() as ledger:
-        generate(model, tokens, n_output, on_token=at_token)
+        generate(model, tokens, n_output, on_token=at_token, sampler=sampler, stop=stop)
+    n_output = len(times_s)
     request = {"config": config, "precision": precision, "n_prompt": n_prompt, "n_output": n_output, "batch": batch}
     by_op = {key: counts for key, (_, counts) in ledger.by("phase", "op").items()}
+    touched = _touched(model, ledger, n_output)
+    described = {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": n_prefix}
     report = {
         "schema": SCHEMA,
         "mode": "numeric" if model.numeric else "shape-only",
         "model": _model(config),
-        "request": {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": n_prefix},
+        "request": described | ({"sampler": asdict(sampler)} if sampler else {}),
         "precision": _precision(precision),
         "memory": _memory(config, precision, batch, n_prompt + n_output - 1),
         "counts": _phase_counts(ledger),
@@ -86,7 +93,8 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
             {"phase": phase, "op": op, "calls": calls, **counts._asdict()}
             for (phase, op), (calls, counts) in ledger.by("phase", "op").items()
         ],
-        "closed_form": {"agrees": closed_forms(**request, touched=_touched(model, ledger, n_output)) == by_op},
+        "experts_touched": touched if config.experts else None,
+        "closed_form": {"agrees": closed_forms(**request, touched=touched, sampler=sampler) == by_op},
         "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
         "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
         "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
@@ -103,38 +111,19 @@ def whole_request(batch, n_prompt, n_output):
     return whole("batch", batch), whole("prompt tokens", n_prompt)
 
 
-def numeric_memory_bytes(config, batch, n_prompt, n_output):
-    """Bytes that a numeric run holds at its peak, all arrays float32; an estimate, good to some 10 %.
-
-    Weights and the whole KV cache; beside them whichever is larger of laying
-    out the largest matrix (some copies of it) and the prefill's activations,
-    keys and values expanded from a latent included.
-    """
-    d, d_ff, n_tokens = config.d_model, config.d_ff, batch * n_prompt
-    if config.experts:
-        d_ff = max(d_ff, config.experts.n_active * config.experts.d_ff)
-    expanded = config.n_heads * (config.head_dim + config.value_dim) if config.latent else 0
-    fp32 = Precision("fp32", "fp32", "fp32")
-    weights = 4 * formulas.n_parameters(config)
-    kv = batch * (n_prompt + n_output) * formulas.kv_bytes_per_token(config, fp32)
-    largest = 4 * max(config.vocab_size * d, 2 * d * config.d_ff)
-    scores = min(BLOCK_ELEMENTS, batch * config.n_heads * n_prompt**2)
-    activations = 4 * (n_tokens * (4 * d + 4 * d_ff + expanded) + 2 * scores + batch * config.vocab_size)
-    return weights + kv + max(4 * largest, activations) + 60_000_000  # Python and NumPy themselves
-
-
 def n_tensors(config):
     """How many tensors a model of this config is laid out from."""
-    return len(model_tensors(config)) + sum([len(layer_tensors(config, kind)) for kind in config.kinds])
+    return sum([len(tensor.layers) * tensor.n_copies for tensor in tensors(config).values()])
 
 
-def closed_forms(config, precision, n_prompt, n_output, batch, touched="expected"):
+def closed_forms(config, precision, n_prompt, n_output, batch, touched="expected", sampler=None):
     """Counts of every operation by closed form: (phase, op) -> Counts, sampling included.
 
     Parameters
     ----------
     touched : {"expected", "all"} or list of lists
         Experts that are read; as observed, those of each sparse layer in each forward.
+    sampler : npinfer.Sampler, optional
     """
     n_steps, seen = n_output - 1, not isinstance(touched, str)
     loads = {"prefill": [forward_load(config, precision, batch, 0, n_prompt, experts_touched=touched[0] if seen else touched)]}
@@ -149,7 +138,7 @@ def closed_forms(config, precision, n_prompt, n_output, batch, touched="expected
         for load in of_phase:
             for op, counts in operation_counts(config, precision, load).items():
                 by_op[phase, op] = by_op.get((phase, op), Counts()) + counts
-        by_op[phase, "sample"] = sample_counts(config, precision, batch) * (n_steps if phase == "decode" else 1)
+        by_op[phase, "sample"] = sample_counts(config, precision, batch, sampler) * (n_steps if phase == "decode" else 1)
     return by_op
 
 
@@ -184,6 +173,7 @@ def _model(config):
     described |= {field.name: every[field.name] for field in fields(config) if every[field.name] != field.default}
     return described | {
         "n_parameters": formulas.n_parameters(config),
+        "n_active_parameters": formulas.n_active_parameters(config),
         "n_streamed_parameters": formulas.n_streamed_parameters(config),
     }
 

@@ -19,6 +19,7 @@ from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.model import Transformer
 from npinfer.parts import Experts, Latent
+from npinfer.sampling import Sampler
 from npinfer.scaling import DynamicScaling, LinearScaling, RopeScaling, YarnScaling
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "PrefixCache",
     "PromptCache",
     "RopeScaling",
+    "Sampler",
     "SessionCache",
     "ShapeError",
     "Transformer",

@@ -170,12 +170,15 @@ class Precision:
 
         Parameters
         ----------
-        stored : Precision, optional
-            What the values come in.  Blocks of a GGUF file are read, not made.
+        stored : callable, optional
+            Gives the `Precision` that the values come in.  Blocks of a GGUF file are read, not made.
         """
         if self.bits_per_weight is not None:
             raise InputError("bits_per_weight is an average without values; leave it out or run shape-only")
-        as_stored = stored is not None and (self.weights, self.exceptions) == (stored.weights, stored.exceptions)
+        as_stored = False
+        if stored is not None and (self.exceptions or self.weights in BLOCKS):
+            of_file = stored()
+            as_stored = (self.weights, self.exceptions) == (of_file.weights, of_file.exceptions)
         for field, known in NUMERIC.items():
             if field == "weights" and as_stored:
                 continue

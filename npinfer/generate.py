@@ -44,7 +44,7 @@ def generate(model, tokens, n_output, cache=None, on_token=None, sampler=None, s
     on_token : callable, optional
         Called with the (B,) ids of each step as soon as they are known (None
         when shape-only): for progress and timing.
-    sampler : npinfer.sampling.Sampler, optional
+    sampler : npinfer.Sampler, optional
         Draws the tokens.  Default greedy: the likeliest.
     stop : bool or token ids, optional
         True ends a sequence at the config's `eos_token_ids`, ids at one of

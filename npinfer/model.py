@@ -80,7 +80,7 @@ class Transformer:
         Parameters
         ----------
         folder : path
-            Holds config.json and *.safetensors, sharded or not.
+            Holds config.json and *.safetensors, sharded or not; or a .gguf file.
         precision : Precision, optional
             Default: the weight format that is stored, KV and activations fp32.
         pack : bool
@@ -96,8 +96,8 @@ class Transformer:
         from npinfer.checkpoint import read_checkpoint
 
         checkpoint = read_checkpoint(folder)
-        stored = checkpoint.precision()
-        return cls(checkpoint.config, stored if precision is None else precision, checkpoint.source, stored, pack=pack)
+        precision = checkpoint.precision() if precision is None else precision
+        return cls(checkpoint.config, precision, checkpoint.source, checkpoint.precision, pack=pack)
 
     def new_cache(self, batch=1, capacity=None):
         """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""

@@ -14,7 +14,8 @@ import pytest
 
 import npinfer
 from npinfer import ModelConfig, Precision, Transformer
-from npinfer.gguf_model import half_split
+from npinfer.gguf_file import open_gguf
+from npinfer.gguf_model import half_split, read_gguf
 
 FP32 = Precision("fp32", "fp32", "fp32")
 # <|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n
@@ -70,6 +71,20 @@ def test_the_capital_of_france(smollm2, tokenizer):
     assert answer[-1] == smollm2.config.eos_token_ids[0]
     assert tokenizer.decode(answer) == ANSWER
     assert "".join(shown) == ANSWER
+
+
+def test_rows_left_as_the_file_orders_them_answer_otherwise(path):
+    """Case 11: its RoPE turns neighbours. Read as if it turned pairs half a head apart, the model runs, and says other things."""
+    checkpoint = read_gguf(path)
+    names = {"q_proj": "attn_q", "k_proj": "attn_k"}
+
+    def source(name, layer, shape, expert=None):
+        if name in names:
+            return open_gguf(path).float32(f"blk.{layer}.{names[name]}.weight")
+        return checkpoint.source(name, layer, shape, expert)
+
+    wrong = Transformer(checkpoint.config, FP32, source)
+    assert 7042 not in npinfer.generate(wrong, QUESTION_IDS, 8).tokens
 
 
 def test_a_step_reads_its_matrices_at_their_bits(smollm2):

@@ -617,7 +617,7 @@ def files(tmp_path_factory):
     """A folder of files that cannot be used."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "broken.json").write_text('{"model_type": "llama",')
-    (folder / "gpt2.json").write_text('{"model_type": "gpt2"}')
+    (folder / "bert.json").write_text('{"model_type": "bert"}')
     (folder / "list.json").write_text("[]")
     (folder / "broken.toml").write_text("memory_bytes = \n")
     (folder / "gigabytes.toml").write_text("memory_bytes = 24\nmemory_bytes_per_s = 1008e9\n")
@@ -685,7 +685,7 @@ BAD = [
     ("--config FILES/missing.json", "missing.json: cannot be read (No such file or directory)"),
     ("--config FILES/broken.json", "broken.json: is not JSON"),
     ("--config FILES/list.json", "list.json: holds list, expected a JSON object"),
-    ("--config FILES/gpt2.json", "model_type is 'gpt2', which is not supported; supported: llama, mistral"),
+    ("--config FILES/bert.json", "model_type is 'bert', which is not supported; supported: llama, mistral"),
     ("--config FILES/empty", "config.json: cannot be read"),
     ("--gpu FILES/missing.toml", "missing.toml: cannot be read (No such file or directory)"),
     ("--gpu FILES/broken.toml", "broken.toml: is not TOML"),

@@ -109,6 +109,11 @@ class Progress:
             end = "\n" if self.done == self.total else ""
             print(f"\r{self.label} {self.done}/{self.total}", end=end, file=sys.stderr, flush=True)
 
+    def end(self):
+        """End the line of what stopped before its time."""
+        if self.shown and 0 < self.done < self.total:
+            print(file=sys.stderr)
+
 
 def available_memory_bytes():
     """Bytes of memory that a new program can use, or None where the system does not say."""

@@ -4,13 +4,12 @@
     python tools/trace.py --layers 32 --kv-heads 8
     python tools/trace.py --model llama-3-8b --gpu h100-sxm --gpu a100-sxm-80gb --weights int8
     python tools/trace.py --checkpoint DIR --numeric --prompt-tokens 32 --output-tokens 16
+    python tools/trace.py --checkpoint model.gguf --numeric --prompt "The capital of France is" --output-tokens 16
 """
 
-import sys
-from argparse import Namespace
-
 import numpy as np
-from common import Parser, Progress, available_memory_bytes, run, write
+from common import Parser, Progress, run, write
+from trace_model import DIMENSIONS, Text, exact_model, make_model
 from trace_text import as_text
 
 import costmodel
@@ -18,18 +17,7 @@ import npinfer
 from costmodel import report
 from npinfer.checks import whole
 from npinfer.generate import no_tokens
-from npinfer.weights import random_source
 
-DIMENSIONS = {
-    "--layers": "n_layers",
-    "--d-model": "d_model",
-    "--heads": "n_heads",
-    "--kv-heads": "n_kv_heads",
-    "--head-dim": "head_dim",
-    "--d-ff": "d_ff",
-    "--vocab": "vocab_size",
-}
-LOGITS_ERROR_BYTES = 64  # for each logit compared: two float32, and some float64 of work
 MAX_OUTPUT_TOKENS = 2**17  # a shape-only step still takes some 50 us
 
 
@@ -38,16 +26,23 @@ def parser():
     where = parser.add_argument_group("model").add_mutually_exclusive_group()
     where.add_argument("--model", metavar="NAME", default="mistral-7b", help="a known shape (default mistral-7b), see --list-models")
     where.add_argument("--config", metavar="FILE", help="the shape of a published config.json")
-    where.add_argument("--checkpoint", metavar="DIR", help="a folder with config.json and *.safetensors")
+    where.add_argument("--checkpoint", metavar="PATH", help="a folder with config.json and *.safetensors, or a model.gguf")
     shape = parser.add_argument_group("single dimensions, in place of the model's")
     for flag in DIMENSIONS:
         shape.add_argument(flag, type=int, metavar="N")
     request = parser.add_argument_group("request")
-    request.add_argument("--prompt-tokens", type=int, default=1000, metavar="N", help="of each sequence (default 1000)")
+    prompt = request.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-tokens", type=int, default=1000, metavar="N", help="of each sequence (default 1000)")
+    prompt.add_argument("--prompt", metavar="TEXT", help="of each sequence, in the words of the checkpoint's tokenizer")
     request.add_argument("--output-tokens", type=int, default=100, metavar="N", help="of each sequence (default 100)")
     request.add_argument("--prefix-tokens", type=int, default=0, metavar="N", help="the first N prompt tokens are cached: with and without")
     request.add_argument("--turns", metavar="N,N,...", help="prompt lengths of a dialogue: with and without a session cache")
     request.add_argument("--batch", type=int, default=1, metavar="N", help="sequences (default 1)")
+    chosen = parser.add_argument_group("choice of tokens (default the likeliest)")
+    chosen.add_argument("--temperature", type=float, metavar="X", help="draw them; above 1 evens the probabilities out")
+    chosen.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest")
+    chosen.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest that have this probability in sum")
+    chosen.add_argument("--stop", action="store_true", help="with --numeric: end at the model's end-of-text token")
     formats = parser.add_argument_group("storage formats (default fp16; a checkpoint's own, with fp32 KV and activations)")
     formats.add_argument("--weights", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8 int4")
     formats.add_argument("--kv", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8")
@@ -57,9 +52,10 @@ def parser():
     device.add_argument("--gpu", action="append", metavar="NAME|FILE.toml", help="may be repeated (default rtx-4090), see --list-gpus")
     device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the activations')")
     mode = parser.add_argument_group("run and output")
-    mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure")
+    mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure; text goes to standard error")
+    mode.add_argument("--experts", choices=("expected", "all"), help="whose weights are read where no tokens choose (default expected)")
     mode.add_argument("--logits-error", action="store_true", help="with --numeric: what the formats cost, against fp32 weights and KV")
-    mode.add_argument("--seed", type=int, default=0, metavar="N", help="of the random weights and tokens of a numeric run (default 0)")
+    mode.add_argument("--seed", type=int, default=0, metavar="N", help="of random weights and tokens, and of draws (default 0)")
     mode.add_argument("--detail", choices=("phase", "op", "layer", "step"), default="phase", help="rows of the counts (default phase)")
     mode.add_argument("--explain", action="store_true", help="the formula of each headline number, its values, and the textbook's section")
     mode.add_argument("--advise", action="store_true", help="what to change first, and what each change would save")
@@ -81,20 +77,26 @@ def main(argv):
             f"--output-tokens is {args.output_tokens}, expected at most {MAX_OUTPUT_TOKENS} steps of a run; "
             "costmodel.predict takes any number"
         )
+    check_together(args)
+    text = None if args.prompt is None else Text(args.prompt, args.checkpoint)
+    if text:
+        args.prompt_tokens = len(text.prompt_ids)
     size = report.whole_request(args.batch, args.prompt_tokens, args.output_tokens)
     n_prefix = whole("--prefix-tokens", args.prefix_tokens, least=0, most=args.prompt_tokens)
     turns = whole_list("--turns", args.turns)
     seed = whole("--seed", args.seed, least=0)
     gpus = [costmodel.gpu(name) for name in args.gpu or ["rtx-4090"]]
-    if args.logits_error and not args.numeric:
-        raise npinfer.InputError("--logits-error compares logits, which only a numeric run has; add --numeric")
+    options = {"sampler": sampler_of(args, seed), "stop": args.stop, "explain": args.explain, "advise": args.advise}
     model = make_model(args, seed)
-    tokens = no_tokens(size)
-    if args.numeric:
-        tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
-    progress = Progress("token", args.output_tokens)
-    added = {"explain": args.explain, "advise": args.advise}
-    result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress, **added)
+    tokens = prompt_ids(args, text, model.config.vocab_size, size, seed)
+    shown = text if text and args.numeric else Progress("token", args.output_tokens)
+    try:
+        result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, shown, **options)
+    finally:
+        shown.end()
+    if text:
+        result["request"]["prompt"] = args.prompt
+        result["measured"] = result["measured"] and result["measured"] | text.report()
     if args.logits_error:
         from npinfer.compare import logits_error
 
@@ -110,6 +112,35 @@ def main(argv):
 
         return write(json.dumps(result, indent=1), args.output)
     write(as_text(result, args.detail), args.output)
+
+
+def check_together(args):
+    """Refuse flags that do not go together."""
+    if args.logits_error and not args.numeric:
+        raise npinfer.InputError("--logits-error compares logits, which only a numeric run has; add --numeric")
+    if args.stop and not args.numeric:
+        raise npinfer.InputError("--stop waits for a token, which only a numeric run has; add --numeric")
+    if args.experts and args.numeric:
+        raise npinfer.InputError("--experts is a rule for runs without tokens; a numeric one reads those that its tokens choose")
+    if args.prompt is not None and args.checkpoint is None:
+        raise npinfer.InputError("--prompt needs a tokenizer, which a --checkpoint comes with; give one, or --prompt-tokens")
+    if args.prompt == "":
+        raise npinfer.InputError("--prompt is empty, expected some text")
+
+
+def sampler_of(args, seed):
+    """The sampler that the flags describe; None: the likeliest token."""
+    given = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p") if getattr(args, name) is not None}
+    return npinfer.Sampler(**given, seed=seed) if given else None
+
+
+def prompt_ids(args, text, vocab_size, size, seed):
+    """Ids (batch, n_prompt): those of the text, random ones, or none that matter."""
+    if text:
+        return text.tokens(args.batch)
+    if args.numeric:
+        return np.random.default_rng(seed).integers(vocab_size, size=size)
+    return no_tokens(size)
 
 
 def whole_list(name, text):
@@ -132,59 +163,6 @@ def version():
 def prompt_logits(model, tokens):
     """Logits of a numeric model at every position of the prompt."""
     return model.prefill(tokens, model.new_cache(len(tokens)), all_logits=True)
-
-
-def exact_model(args, seed):
-    """The model that the flags describe, weights and KV in fp32 all the same."""
-    return make_model(Namespace(**{**vars(args), "weights": "fp32", "kv": "fp32"}), seed)
-
-
-def make_model(args, seed):
-    """The model that the flags describe, numeric or shape-only; refuses a numeric one that does not fit."""
-    sizes = {name: getattr(args, flag[2:].replace("-", "_")) for flag, name in DIMENSIONS.items()}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    formats = {name: getattr(args, name) for name in ("weights", "kv", "activations", "bits_per_weight")}
-    formats = {name: format_ for name, format_ in formats.items() if format_ is not None}
-    source, precision = None, None
-    if args.checkpoint is not None:
-        from npinfer.checkpoint import read_checkpoint
-
-        checkpoint = read_checkpoint(args.checkpoint)
-        config, source, precision = checkpoint.config, checkpoint.source, checkpoint.precision(**formats)
-        if args.numeric and sizes:
-            raise npinfer.InputError("a numeric run of a checkpoint has the checkpoint's shape; leave out the dimensions")
-    elif args.config is not None:
-        config = npinfer.ModelConfig.from_hf(args.config)
-    else:
-        config = npinfer.preset(args.model)
-    config = config.resized(**sizes)
-    precision = precision or npinfer.Precision(**formats)
-    if not args.numeric:
-        return npinfer.Transformer.shape_only(config, precision)
-    precision.check_numeric()
-    check_memory(config, args)
-    source = source or random_source(seed)
-    progress = Progress("weights", report.n_tensors(config))
-
-    def counted(*tensor):
-        progress()
-        return source(*tensor)
-
-    return npinfer.Transformer(config, precision, counted)
-
-
-def check_memory(config, args):
-    """Say what memory a numeric run needs, and refuse one that does not fit."""
-    needed = report.numeric_memory_bytes(config, args.batch, args.prompt_tokens, args.output_tokens)
-    if args.logits_error:
-        needed += LOGITS_ERROR_BYTES * args.batch * args.prompt_tokens * config.vocab_size
-    available = available_memory_bytes()
-    if available is not None and needed > available:
-        raise npinfer.InputError(
-            f"a numeric run needs about {needed / 1e9:.2f} GB of memory and {available / 1e9:.2f} GB is available; "
-            "leave out --numeric for exact counts without arrays, or make the model smaller (--layers, --d-model)"
-        )
-    print(f"numeric run: needs about {needed / 1e9:.2f} GB of memory", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -34,21 +34,26 @@ def as_text(result, detail):
 
 def headline(result):
     model, request, precision, memory = (result[key] for key in ("model", "request", "precision", "memory"))
-    window = f", window {model['sliding_window']}" if model["sliding_window"] else ""
-    mixed = f" (matrices {precision['bits_per_weight']:g} bits)" if "bits_per_weight" in precision else ""
+    choice = f", {sampler(request['sampler'])}" if "sampler" in request else ""
     lines = [
-        f"{model['name']} ({result['mode']}): {model['n_layers']} layers, d_model {model['d_model']}, "
-        f"{model['n_heads']} heads, {model['n_kv_heads']} KV heads of {model['head_dim']}, d_ff {model['d_ff']}, "
-        f"vocab {model['vocab_size']}{window}",
-        f"prompt {request['prompt_tokens']}, output {request['output_tokens']}, batch {request['batch']}; "
-        f"weights {precision['weights']}{mixed}, KV {precision['kv']}, activations {precision['activations']}",
+        f"{model['name']} ({result['mode']}): {model['n_layers']} layers, d_model {model['d_model']}, {heads(model)}, "
+        f"{mlp(model)}, vocab {model['vocab_size']}{window(model)}",
+        f"prompt {request['prompt_tokens']}, output {request['output_tokens']}, batch {request['batch']}{choice}; "
+        f"weights {precision['weights']}{otherwise(precision)}, KV {precision['kv']}, activations {precision['activations']}",
     ]
+    if isinstance(result["experts_touched"], str):
+        read = {"all": "all", "expected": "as many as tokens that choose evenly are expected to"}[result["experts_touched"]]
+        lines.append(f"no tokens choose experts here: a forward reads {read}")
     context = request["prompt_tokens"] + request["output_tokens"]
     if model["max_context"] and context > model["max_context"]:
         lines.append(f"beyond the {model['max_context']} positions this model was trained for")
+    used, streamed = f"{model['n_streamed_parameters']:,} read by a step", scaled(memory["weight_bytes_streamed"], "B")
+    if "experts" in model:
+        used = f"{model['n_active_parameters']:,} used by a token"
+    step = "a token's step" if "experts" in model else "a step"
     rows = [
-        ("parameters", f"{model['n_parameters']:,}", f"{model['n_streamed_parameters']:,} read by a step"),
-        ("weights", scaled(memory["weight_bytes_resident"], "B"), f"{scaled(memory['weight_bytes_streamed'], 'B')} read by a step"),
+        ("parameters", f"{model['n_parameters']:,}", used),
+        ("weights", scaled(memory["weight_bytes_resident"], "B"), f"{streamed} read by {step}"),
         ("KV cache", scaled(memory["kv_bytes"], "B"), f"{memory['kv_bytes_per_token']:,} B per token"),
     ]
     measured = result["measured"]
@@ -57,6 +62,49 @@ def headline(result):
         rows.append(("", f"peak {scaled(measured['peak_memory_bytes'], 'B')}", "of memory"))
         rows += logits_error(measured)
     return "\n".join(lines) + "\n\n" + table(rows)
+
+
+def heads(model):
+    """Heads, and what they share: KV heads, or a latent and one rotated part of the key."""
+    if "latent" in model:
+        latent = model["latent"]
+        return f"{model['n_heads']} heads of {model['head_dim']}, latent of {latent['kv_rank']} + {latent['rope_dim']}"
+    return f"{model['n_heads']} heads, {model['n_kv_heads']} KV heads of {model['head_dim']}"
+
+
+def mlp(model):
+    """Inner width, or experts and the layers that have none."""
+    if "experts" not in model:
+        return f"d_ff {model['d_ff']}"
+    experts = model["experts"]
+    text = f"{experts['n_experts']} experts of {experts['d_ff']}, {experts['n_active']} active"
+    text += f" + {experts['n_shared']} shared" if experts["n_shared"] else ""
+    n_dense = len([layer for layer in experts["dense_layers"] if layer < model["n_layers"]])
+    return text + (f", {n_dense} layers of d_ff {model['d_ff']}" if n_dense else "")
+
+
+def window(model):
+    """The window, and how many layers have it if not all do."""
+    if not model["sliding_window"]:
+        return ""
+    pattern, n_layers = model.get("window_pattern", [True]), model["n_layers"]
+    n_local = sum([pattern[layer % len(pattern)] for layer in range(n_layers)])
+    some = "" if n_local == n_layers else f" in {n_local} of {n_layers} layers"
+    return f", window {model['sliding_window']}{some}"
+
+
+def sampler(settings):
+    """How tokens are drawn."""
+    top_k = f", top-k {settings['top_k']}" if settings["top_k"] else ""
+    return f"drawn at temperature {settings['temperature']:g}{top_k}, top-p {settings['top_p']:g}"
+
+
+def otherwise(precision):
+    """Formats beside the one that most weights have."""
+    if "bits_per_weight" in precision:
+        return f" (matrices {precision['bits_per_weight']:g} bits)"
+    others = sorted({format_ for *_, format_ in precision.get("exceptions", [])})
+    return f" (some {', '.join(others)})" if others else ""
 
 
 def logits_error(measured):
