@@ -184,7 +184,7 @@ def test_more_experts_than_tensors_is_refused_at_once(checkpoint, case, layers, 
 
 
 def test_experts_that_are_stored_as_one_are_refused_by_shape(checkpoint):
-    refused(checkpoint("gpt-oss", num_local_experts=2**31), r"experts\.\w+ is \(4, .*expected \(2147483648, ")
+    refused(checkpoint("gpt-oss", num_local_experts=2**31), r"is \(4, .*expected \(2147483648, ")
 
 
 def test_absurdly_many_layers_are_no_model(checkpoint):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from npinfer import CacheError, DynamicScaling, Ledger, Precision, PrefixCache, PromptCache, SessionCache, Transformer
 from strategies import FP32, any_config
-from test_families import FAMILIES, LEARNED, close, every_family, lengths_matter
+from test_any_model import FAMILIES, LEARNED, close, every_family, lengths_matter
 
 TOLERANCE = {"fp32": 1e-5, "int8": 0.05}  # an int8 code may be rounded the other way after another order of summation
 ids = st.lists(st.integers(0, 12), min_size=1, max_size=8)
