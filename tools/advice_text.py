@@ -88,7 +88,10 @@ def _throughput(advice):
     factor = lever[level].get("throughput_factor")
     verdict = "not known without the missing rate" if factor is None else f"{factor:.2f} times as much done in a second"
     rows = _rows("now", advice["now"]) + _rows(lever["lever"] + _room(lever), lever)
-    return f"throughput, {lever['lever']}: {verdict}, by the {level}\n" + table(rows, _HEADERS)
+    verdict += f", by the {level}"
+    if "expert_share" in lever:
+        verdict += "; a step touches {:.1%} of the experts now, then {:.1%}".format(*lever["expert_share"])
+    return f"throughput, {lever['lever']}: {verdict}\n" + table(rows, _HEADERS)
 
 
 _HEADERS = ("", "level", "TTFT", "TPOT", "latency", "tokens/s", "in total", "saved", "")
