@@ -292,7 +292,7 @@ def _level(seconds_of, prefill, decode, gpu, peak, n_output):
 
 
 def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
-    n_params = _n_params_of_a_token(config)
+    n_params = _n_token_parameters(config)
     prefill_flops = formulas.prefill_flops_rough(batch, n_prompt, n_params)
     decode_flops = formulas.decode_flops_rough(batch, n_output, n_params)
     bandwidth_s = _weight_bytes(config, precision)[1] / gpu.memory_bytes_per_s
@@ -340,12 +340,7 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
     )
 
 
-@lru_cache(maxsize=256)
-def _n_params_of_a_token(config):
-    """Streamed parameters, without the experts that a token does not use."""
-    idle = formulas.n_parameters(config) - formulas.n_active_parameters(config)
-    return formulas.n_streamed_parameters(config) - idle
-
+_n_token_parameters = lru_cache(maxsize=256)(formulas.n_token_parameters)
 
 @lru_cache(maxsize=256)
 def _weight_bytes(config, precision):
