@@ -9,12 +9,14 @@ matmul rate to time a prefill by.
 Read `costmodel.levers` (what can be changed), then `advise`.
 """
 
-from costmodel import formulas
+from functools import partial
+
 from costmodel.caching import LEVELS
 from costmodel.experts import expected_share
 from costmodel.levers import Lever, Request, levers, what_fits
 from costmodel.profiles import gpu as gpu_profile
 from costmodel.report import LEVEL_FIELDS
+from costmodel.search import first_where
 
 RANKED_BY = "roofline"
 LEAST_SHARE = 0.001  # of the time: saving less is no gain, since every level leaves out more
@@ -132,15 +134,23 @@ def _phases(prediction, n_steps):
     }
 
 
+def _decode_prevails(now, name, n_output):
+    """Whether decoding `n_output` tokens takes as long as the prefill at least; None where a time is not known.
+
+    Not by this request's TPOT: a longer answer has slower steps.
+    """
+    level = getattr(now._replace(n_output=n_output).predict(), name)
+    if level is None or level.ttft_s is None:
+        return None
+    return level.tpot_s is not None and (n_output - 1) * level.tpot_s >= level.ttft_s
+
+
 def _breakeven(now):
-    """Level -> decode steps that take as long as the prefill; those of a longer answer where this one has none."""
-    prediction = now._replace(n_output=max(2, now.n_output)).predict()
-    steps = {}
-    for name in LEVELS:
-        level = getattr(prediction, name)
-        known = level is not None and level.ttft_s is not None
-        steps[name] = formulas.breakeven_n_output(level.ttft_s, level.tpot_s) if known else None
-    return steps
+    """Level -> the first n_output whose decode takes as long as the prefill; None where that is not known."""
+    return {
+        name: None if _decode_prevails(now, name, 2) is None else first_where(partial(_decode_prevails, now, name), start=2)
+        for name in LEVELS
+    }
 
 
 def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
@@ -155,8 +165,8 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
     dict
         "fits" and, if not, "what_fits"; "first", the best lever and why, or None;
         "dominates" ("prefill", "decode", None where not known) and
-        "breakeven_n_output" by level, the decode steps that take as long as the
-        prefill; "phases"; "now", the figures by level; "gains", ranked by time
+        "breakeven_n_output" by level, the first whose decode takes as long as
+        the prefill; "phases"; "now", the figures by level; "gains", ranked by time
         saved, and "no_gain"; "throughput", batch 8; "next_turn", a session
         cache; "left_out" with reasons.
     """
@@ -172,7 +182,7 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
     if now.peak and not next_turn:
         left_out.append({"lever": "session cache", "why": f"a next turn is longer than the {config.max_context} learned positions"})
     gains = sorted([effect for effect in effects if effect["gain"]], key=lambda effect: -effect[RANKED_BY]["saved_s"])
-    decodes = None if crossing[RANKED_BY] is None else n_output - 1 > crossing[RANKED_BY]
+    decodes = _decode_prevails(now, RANKED_BY, n_output)
     return {
         "gpu": now.gpu.name,
         "fits": prediction.fits,

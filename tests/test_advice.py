@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import costmodel
-from costmodel import GPU, formulas, gpu, gpus, predict
+from costmodel import GPU, gpu, gpus, predict
 from costmodel.advice import advise
 from npinfer import InputError, Precision, UnknownName, preset, presets
 from strategies import T1, any_configs, batches, configs, precisions
@@ -125,16 +125,20 @@ def test_fewer_bits_are_no_gain_where_all_is_bound_by_compute():
     assert 0 == lost["int8 KV"]["floor"]["saved_s"] < lost["int8 KV"]["roofline"]["saved_share"] < 1e-8
 
 
-def test_where_the_phases_cross():
-    advice = advise(MISTRAL, FP16, "rtx-4090", 1000, 100)
-    level = predict(MISTRAL, FP16, "rtx-4090", 1000, 100).floor
-    assert advice["breakeven_n_output"]["floor"] == level.ttft_s / level.tpot_s
-    # One step has nothing to take the mean of: the first step that there would be.
-    level = predict(MISTRAL, FP16, "rtx-4090", 1000, 2).floor
-    assert advise(MISTRAL, FP16, "rtx-4090", 1000, 1)["breakeven_n_output"]["floor"] == level.ttft_s / level.tpot_s
-    # 6.5 steps by the roofline: 7 output tokens take 6 of them, 8 take 7.
-    assert int(advice["breakeven_n_output"]["roofline"]) == 6
-    assert [advise(MISTRAL, FP16, "rtx-4090", 1000, n)["dominates"] for n in (7, 8)] == ["prefill", "decode"]
+@pytest.mark.parametrize("n_prompt, n_output", [(1000, 100), (1000, 1), (32000, 100000)])
+def test_where_the_phases_cross(n_prompt, n_output):
+    """The answer's length at which decoding overtakes is the same however long this answer is."""
+    crossing = advise(MISTRAL, FP16, "rtx-4090", n_prompt, n_output)["breakeven_n_output"]
+    for name in ("floor", "roofline"):
+        for n, longer in ((crossing[name] - 1, False), (crossing[name], True)):
+            level = getattr(predict(MISTRAL, FP16, "rtx-4090", n_prompt, n), name)
+            assert ((n - 1) * level.tpot_s >= level.ttft_s) == longer
+
+
+def test_which_phase_dominates():
+    # The prefill takes 6.5 steps by the roofline: 7 output tokens take 6 of them, 8 take 7.
+    assert advise(MISTRAL, FP16, "rtx-4090", 1000, 100)["breakeven_n_output"]["roofline"] == 8
+    assert [advise(MISTRAL, FP16, "rtx-4090", 1000, n)["dominates"] for n in (1, 7, 8)] == ["prefill", "prefill", "decode"]
 
 
 def test_phases_against_the_ridge():
@@ -255,8 +259,8 @@ def test_gains_are_gains_and_ranked(config, precision, device, n_prompt, n_outpu
     for part in (PREFIX, "int8 weights", "int4 weights", "KV", "bandwidth", "matmul rate"):
         assert any(part in name for name in names)
     if (crossing := advice["breakeven_n_output"]["floor"]) is not None:
-        level = predict(config, precision, device, n_prompt, max(2, n_output), batch).floor
-        assert crossing == formulas.breakeven_n_output(level.ttft_s, level.tpot_s)
+        level = predict(config, precision, device, n_prompt, crossing, batch).floor
+        assert (crossing - 1) * level.tpot_s >= level.ttft_s
 
 
 @pytest.mark.parametrize("arguments, error", [

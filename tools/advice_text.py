@@ -78,9 +78,9 @@ def _phases(advice):
         if phase["of_ridge"] is not None:
             ridge = f", {phase['of_ridge']:.3g} times the ridge of {advice['ridge_flops_per_byte']:.1f}"
         lines.append(f"{name}: {phase['flops_per_byte']:.1f} FLOP/B{ridge}; bound by {bounds}")
-    steps = advice["breakeven_n_output"][advice["ranked_by"]]
-    if steps is not None:
-        lines.append(f"the prefill takes as long as {steps:.1f} decode steps; the {advice['dominates']} dominates here")
+    crossing = advice["breakeven_n_output"][advice["ranked_by"]]
+    if crossing is not None:
+        lines.append(f"the decode takes longer than the prefill from {crossing:,} output tokens on; the {advice['dominates']} dominates here")
     return lines
 
 
