@@ -143,67 +143,6 @@ def any_config(draw):
 
 
 @st.composite
-def experts(draw, n_layers):
-    """Mixtures of up to 8 experts with every gate, in all layers or some."""
-    gate = draw(st.sampled_from(["softmax", "topk_softmax", "sigmoid"]))
-    n_groups = draw(st.sampled_from([1, 2])) if gate == "sigmoid" else 1
-    n_groups_active = draw(st.integers(1, n_groups))
-    in_group = draw(st.integers(2, 4))
-    return Experts(
-        n_experts=n_groups * in_group,
-        n_active=draw(st.integers(1, n_groups_active * in_group)),
-        d_ff=draw(st.integers(1, 7)),
-        n_shared=draw(st.integers(0, 2)),
-        dense_layers=tuple(draw(st.sets(st.integers(0, n_layers - 1)))),
-        gate=gate,
-        renormalise=draw(st.booleans()),
-        scale=draw(st.sampled_from([1.0, 2.5])) if gate == "sigmoid" else 1.0,
-        n_groups=n_groups,
-        n_groups_active=n_groups_active,
-        router_bias=draw(st.booleans()),
-    )
-
-
-@st.composite
-def any_configs(draw):
-    """Models with every mix of what the families have of their own, beside what `configs` gives."""
-    base = draw(configs(windows=st.none() | st.integers(1, 6)))
-    pre_norm, post_norm = draw(st.sampled_from([(True, False), (True, True), (False, True)]))
-    mixture = draw(st.none() | experts(base.n_layers))
-    if mixture and post_norm:
-        mixture = replace(mixture, n_shared=0)
-    acts = ["swiglu", "geglu", "clamped_swiglu"] if mixture else ["swiglu", "geglu", "gelu", "clamped_swiglu"]
-    fields = {
-        "window_pattern": draw(st.lists(st.booleans(), min_size=1, max_size=3).map(tuple)),
-        "norm": draw(st.sampled_from(["rms", "layer"])),
-        "mlp_act": draw(st.sampled_from(acts)),
-        "attn_sinks": draw(st.booleans()),
-        "attn_softcap": draw(st.none() | st.just(5.0)),
-        "final_softcap": draw(st.none() | st.just(3.0)),
-        "scale_embeddings": draw(st.booleans()),
-        "experts": mixture,
-        "pre_norm": pre_norm,
-        "post_norm": post_norm,
-    }
-    if fields["mlp_act"] == "clamped_swiglu":
-        fields |= {"act_limit": 7.0, "act_alpha": 1.702}
-    if draw(st.booleans()):
-        latent = Latent(
-            kv_rank=draw(st.integers(2, 7)), rope_dim=2, value_dim=draw(st.integers(1, 5)),
-            q_rank=draw(st.none() | st.integers(2, 5)),
-        )
-        fields |= {
-            "latent": latent, "head_dim": draw(st.integers(3, 6)), "n_kv_heads": base.n_heads, "qkv_bias": False, "attn_sinks": False,
-        }
-    else:
-        fields["qk_norm"] = draw(st.sampled_from([None, "head", "full"]))
-        fields |= draw(
-            st.sampled_from([{}, {"rotary_dim": 2}, {"learned_positions": True, "max_context": 64, "rope_scaling": None}])
-        )
-    return replace(base, **fields)
-
-
-@st.composite
 def exceptions(draw, *names, n_layers=3):
     """Some tensors stored otherwise than the rest, in one layer or in all."""
     layers = st.none() | st.integers(0, n_layers - 1)

@@ -10,7 +10,7 @@ import costmodel
 from costmodel import GPU, gpu, gpus, predict
 from costmodel.advice import advise
 from npinfer import InputError, Precision, UnknownName, preset, presets
-from strategies import T1, any_configs, batches, configs, precisions
+from strategies import T1, any_config, batches, configs, precisions
 
 MISTRAL, LLAMA70 = preset("mistral-7b"), preset("llama-2-70b")
 FP16 = Precision()
@@ -241,7 +241,7 @@ def test_without_a_matmul_rate_the_decode_is_ranked_alone():
 
 @settings(max_examples=60)
 @given(
-    config=configs() | any_configs(), precision=precisions(), device=devices,
+    config=configs() | any_config(), precision=precisions(), device=devices,
     n_prompt=st.integers(1, 12), n_output=st.integers(1, 8), batch=batches | st.just(64),
 )  # fmt: skip
 @example(T1, FP16, TOY, 1, 1, 1)

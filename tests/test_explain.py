@@ -19,7 +19,7 @@ from costmodel.explain import explain
 from costmodel.traced import NAMES, VALUES, Traced, digits
 from npinfer import InputError, Ledger, Precision, Transformer, preset
 from npinfer.generate import no_tokens
-from strategies import T1, any_configs, batches, configs, exceptions, precisions
+from strategies import T1, any_config, batches, configs, exceptions, precisions
 
 MISTRAL = preset("mistral-7b")
 PHASE_FIELDS = ("matmul_flops", "masked_flops", "needed_flops", "weight_bytes_read", "kv_bytes_read", "kv_bytes_written")
@@ -94,7 +94,7 @@ def check(lines, names):
 
 @settings(max_examples=80)
 @given(
-    config=configs() | any_configs(), precision=precisions(), batch=batches,
+    config=configs() | any_config(), precision=precisions(), batch=batches,
     n_prompt=st.integers(1, 9), n_output=st.integers(1, 6), device=devices,
 )  # fmt: skip
 @example(T1, Precision("int4", "int8"), 2, 3, 4, gpu("rtx-4090"))
@@ -134,7 +134,7 @@ def test_the_text_gives_the_numbers_of_the_ledger_and_the_prediction(config, pre
 
 @settings(max_examples=30)
 @given(
-    config=any_configs(), batch=batches, n_prompt=st.integers(1, 9), n_output=st.integers(2, 6),
+    config=any_config(), batch=batches, n_prompt=st.integers(1, 9), n_output=st.integers(2, 6),
     some=exceptions("embed", "q_proj", "gate_proj", "down_proj", "down_proj.bias", "attn_norm", "kv_expand", "lm_head"),
 )  # fmt: skip
 def test_layers_of_several_formats_have_lines_of_their_own(config, batch, n_prompt, n_output, some):

@@ -16,7 +16,7 @@ from costmodel.experts import expected_share
 from costmodel.formulas import decode_counts_total, forward_counts
 from costmodel.operations import Cost, operation_costs, operation_counts
 from npinfer import Counts, Experts, InputError, Latent, ModelConfig, Precision
-from strategies import FP32, any_configs, exceptions, precisions
+from strategies import FP32, any_config, exceptions, precisions
 
 SHAPE = {"n_layers": 2, "d_model": 32, "n_heads": 4, "d_ff": 80, "vocab_size": 101}
 GROUPED = {**SHAPE, "n_kv_heads": 2}
@@ -290,7 +290,7 @@ def test_formats_by_tensor():
 SOME = exceptions("embed", "q_proj", "down_proj", "kv_expand", "router", "attn_norm", "o_proj.bias", "shared_up_proj")
 
 
-@given(any_configs(), precisions(), SOME)
+@given(any_config(), precisions(), SOME)
 def test_a_step_reads_what_is_streamed(config, precision, said):
     precision = replace(precision, exceptions=said)
     n_sparse = sum(kind.sparse for kind in config.kinds)
@@ -305,7 +305,7 @@ def test_a_step_reads_what_is_streamed(config, precision, said):
     assert formulas.weight_bytes(config, FP32) == 4 * n_stored
 
 
-@given(any_configs(), precisions(), SOME, st.integers(1, 3), st.integers(1, 9), st.integers(2, 9))
+@given(any_config(), precisions(), SOME, st.integers(1, 3), st.integers(1, 9), st.integers(2, 9))
 def test_costs_arrays_and_sums_agree(config, precision, said, batch, n_prompt, n_output):
     precision = replace(precision, exceptions=said)
     load = loads.forward_load(config, precision, batch, n_prompt, n_output)
@@ -320,7 +320,7 @@ def test_costs_arrays_and_sums_agree(config, precision, said, batch, n_prompt, n
             assert Counts(*[field[i] for field in several]) == one
 
 
-@given(any_configs(), precisions(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
+@given(any_config(), precisions(), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9))
 def test_no_routing_is_below_the_floor(config, precision, batch, n_prompt, n_output):
     prediction = predict(config, precision, "rtx-4090", n_prompt, n_output, batch, compute="fp16")
     assert prediction.floor.ttft_s <= prediction.roofline.ttft_s

@@ -17,7 +17,7 @@ from costmodel.recompute import (
 )
 from costmodel.search import first_where
 from npinfer import InputError, Ledger, Precision, Transformer, UnknownName, generate, preset
-from strategies import FP32, T1, any_configs, batches, configs, some_tokens
+from strategies import FP32, T1, any_config, batches, configs, some_tokens
 
 MISTRAL, FP16, RTX = preset("mistral-7b"), Precision(), "rtx-4090"
 WINDOW = preset("mistral-7b-v0.1")  # the same shape, window 4096
@@ -42,7 +42,7 @@ def test_the_first_that_holds(threshold, limit, start):
 # ---- without a cache
 
 
-@given(configs() | any_configs(), batches, st.integers(1, 6), st.integers(1, 6))
+@given(configs() | any_config(), batches, st.integers(1, 6), st.integers(1, 6))
 def test_flops_without_a_cache_are_those_of_a_run(config, batch, n_prompt, n_output):
     with Ledger() as ledger:
         generate_without_cache(Transformer.shape_only(config), some_tokens(config, batch, n_prompt), n_output)
@@ -137,7 +137,7 @@ def test_lengths_by_hand():
     assert line.attention_n_prompt(WINDOW, 0.16) is None
 
 
-@given(configs() | any_configs(), batches, st.integers(1, 12))
+@given(configs() | any_config(), batches, st.integers(1, 12))
 def test_prefill_flops_by_part(config, batch, n_prompt):
     flops = line.prefill_flops(config, n_prompt, batch)
     assert sum(flops) == formulas.forward_counts(config, FP16, batch, 0, n_prompt).needed_flops
@@ -157,7 +157,7 @@ def test_the_gap_of_the_rough_flops_is_the_sum_of_its_parts(config, batch, n_pro
     assert gap.embedding == -2 * batch * n_prompt * table * config.d_model * config.vocab_size
 
 
-@given(any_configs(), batches, st.integers(1, 12))
+@given(any_config(), batches, st.integers(1, 12))
 def test_the_gap_leaves_out_experts_that_a_token_does_not_use(config, batch, n_prompt):
     gap = line.rough_prefill_gap(config, n_prompt, batch)
     assert gap.difference == gap.exact - gap.rough == sum(gap[3:])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import FP32, T1, any_configs, precisions, some_tokens
+from strategies import FP32, T1, any_config, precisions, some_tokens
 from test_trace import GOLDEN, is_refused, printed, report, run, tool  # noqa: F401 - the fixtures
 
 import costmodel
@@ -123,7 +123,7 @@ def test_sample_counts_by_hand():
 
 
 @given(
-    config=any_configs(), precision=precisions(), top_k=st.none() | st.integers(1, 20),
+    config=any_config(), precision=precisions(), top_k=st.none() | st.integers(1, 20),
     touched=st.sampled_from(["expected", "all"]), n_output=st.integers(1, 4), batch=st.integers(1, 3),
 )  # fmt: skip
 def test_ledgers_of_samplers_and_experts_have_a_closed_form(config, precision, top_k, touched, n_output, batch):
