@@ -98,39 +98,47 @@ def attention(q, k, v, sinks, *, scale, window, softcap=None):
     """
     batch, n_heads, n_new, head_dim = q.shape
     n_kv_heads, n_keys = k.shape[1:3]
-    n_past = n_keys - n_new
-    scales = k.shape[-1] > head_dim  # of an int8 cache: one more column
-    k_scales, v_scales = k[..., None, None, :, -1], v[..., None, None, :, -1]
-    if scales:
+    k_scales = v_scales = None
+    if k.shape[-1] > head_dim:  # an int8 cache: the scale of each row is one more column
+        k_scales, v_scales = k[:, :, None, None, :, -1], v[:, :, None, None, :, -1]
         k, v = k[..., :-1], v[..., :-1]
     group, value_dim = n_heads // n_kv_heads, v.shape[-1]
+    if sinks is not None:
+        sinks = sinks.reshape(n_kv_heads, group, 1, 1)
+    if n_new == 1:  # the heads of a group become the rows of one product, and nothing is hidden from them
+        q = q.reshape(batch, n_kv_heads, 1, group, head_dim)
+        sinks = None if sinks is None else sinks.swapaxes(1, 2)
+        weights = _weights(q, k[:, :, None], scale, softcap, sinks, k_scales, v_scales)
+        return (weights @ v[:, :, None]).reshape(batch, n_heads * value_dim)
+
     out = np.empty((batch, n_new, n_heads, value_dim), q.dtype)
     q = q.reshape(batch, n_kv_heads, group, n_new, head_dim)
     mixed = out.swapaxes(1, 2).reshape(batch, n_kv_heads, group, n_new, value_dim)
-    sinks = None if sinks is None else sinks.reshape(n_kv_heads, group, 1, 1)
-    if n_new == 1:  # the heads of a group become the rows of one product
-        q, mixed = q.swapaxes(2, 3), mixed.swapaxes(2, 3)
-        sinks = None if sinks is None else sinks.swapaxes(1, 2)
-    k, v = k[:, :, None], v[:, :, None]
-    rows = max(1, BLOCK_ELEMENTS // (batch * n_heads * n_keys))
-    for start in range(0, n_new, rows):
-        stop = min(start + rows, n_new)
-        first = 0 if window is None else max(0, n_past + start + 1 - window)
-        last = n_past + stop
-        block = slice(None) if n_new == 1 else slice(start, stop)
-        scores = q[..., block, :] @ k[..., first:last, :].swapaxes(-1, -2)
-        scores *= scale
-        if scales:
-            scores *= k_scales[..., first:last]
-        if softcap is not None:
-            capped(scores, softcap)
-        if n_new > 1:
-            np.copyto(scores, -np.inf, where=hidden(n_past + start - first, n_past + stop - first, window))
-        weights = softmax(scores) if sinks is None else softmax_with(sinks, scores)
-        if scales:
-            weights *= v_scales[..., first:last]
-        mixed[..., block, :] = weights @ v[..., first:last, :]
+    n_past, n_rows = n_keys - n_new, max(1, BLOCK_ELEMENTS // (batch * n_heads * n_keys))
+    for start in range(0, n_new, n_rows):
+        stop = min(start + n_rows, n_new)
+        seen = slice(0 if window is None else max(0, n_past + start + 1 - window), n_past + stop)
+        mask = hidden(n_past + start - seen.start, seen.stop - seen.start, window)
+        scales = [each if each is None else each[..., seen] for each in (k_scales, v_scales)]
+        weights = _weights(q[..., start:stop, :], k[:, :, None, seen], scale, softcap, sinks, *scales, mask)
+        mixed[..., start:stop, :] = weights @ v[:, :, None, seen]
     return out.reshape(batch * n_new, n_heads * value_dim)
+
+
+def _weights(q, k, scale, softcap, sinks, k_scales, v_scales, mask=None):
+    """What each query takes of each value: scores of q (..., rows, head_dim) and k (..., keys, head_dim), their softmax."""
+    scores = q @ k.swapaxes(-1, -2)
+    scores *= scale
+    if k_scales is not None:
+        scores *= k_scales
+    if softcap is not None:
+        capped(scores, softcap)
+    if mask is not None:
+        np.copyto(scores, -np.inf, where=mask)
+    weights = softmax(scores) if sinks is None else softmax_with(sinks, scores)
+    if v_scales is not None:
+        weights *= v_scales
+    return weights
 
 
 @lru_cache(maxsize=4)
