@@ -180,7 +180,8 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
     left_out += [{"lever": effect["lever"], "why": "the profile lacks the rate to time it by"} for effect in unknown]
     next_turn = _next_turn(now)
     if now.peak and not next_turn:
-        left_out.append({"lever": "session cache", "why": f"a next turn is longer than the {config.max_context} learned positions"})
+        why = f"a next turn is longer than the {config.max_context} learned positions"
+        left_out.append({"lever": "session cache", "why": why})
     gains = sorted([effect for effect in effects if effect["gain"]], key=lambda effect: -effect[RANKED_BY]["saved_s"])
     decodes = _decode_prevails(now, RANKED_BY, n_output)
     return {

@@ -98,9 +98,11 @@ def touched(config, precision, n_tokens, rule="expected"):
         )
     by_size = _by_size(config, precision)
     share = expected_share(config.experts, n_tokens) if rule == "expected" and by_size else None
-    return tuple(
-        [Touched(*[sum([read(config.experts, size, share) * n for size, n in sizes]) for sizes in fields]) for fields in by_size]
-    )
+
+    def total(sizes):
+        return sum([read(config.experts, size, share) * n_layers for size, n_layers in sizes])
+
+    return tuple([Touched(*map(total, fields)) for fields in by_size])
 
 
 def read(experts, size, share):

@@ -64,20 +64,22 @@ class TracedModel:
         differ = [len(set(values)) > 1 for values in zip(*numbers)]
         formats = list(dict.fromkeys([exceptions for *_, exceptions in numbers]))
         suffixes = {}
-        for windowed, sparse, exceptions in numbers:
-            words = "windowed" if windowed else "full", "sparse" if sparse else "dense", f"formats_{formats.index(exceptions) + 1}"
-            suffixes[windowed, sparse, exceptions] = "".join([f"_{word}" for word, names in zip(words, differ) if names])
+        for kind in numbers:
+            windowed, sparse, exceptions = kind
+            words = ("full", "windowed")[windowed], ("dense", "sparse")[sparse], f"formats_{formats.index(exceptions) + 1}"
+            suffixes[kind] = "".join([f"_{word}" for word, names in zip(words, differ) if names])
         # Numbers of layers stand first in products.
         named = {kind: Traced.named(f"n_layers{suffixes[kind]}", number) for kind, number in numbers.items()}
         self.config, self.precision = _traced(config), precision
         if len(named) == 1:
             named = {kind: self.config.n_layers for kind in named}
         self.kinds = []
-        for (windowed, sparse, exceptions), n_layers in named.items():
+        for kind, n_layers in named.items():
+            windowed, sparse, exceptions = kind
             everywhere = [each for each in precision.exceptions if each[1] is None]
             here = [(tensor, 0, format_) for tensor, format_ in exceptions]
             one = self._of_layers(1, windowed, sparse), replace(precision, exceptions=(*everywhere, *here))
-            self.kinds.append(Kind(suffixes[windowed, sparse, exceptions], n_layers, *one))
+            self.kinds.append(Kind(suffixes[kind], n_layers, *one))
         self.none = self._of_layers(0, False, False)
 
     def _of_layers(self, n_layers, windowed, sparse):

@@ -64,9 +64,11 @@ def names_of(config, precision, request, device, compute):
     sizes |= vars(config.experts) | {"expert_d_ff": config.experts.d_ff, "d_ff": config.d_ff} if config.experts else {}
     names = {name: Fraction(value) for name, value in (sizes | request).items() if type(value) is int}
     kinds = [(precision.exceptions_of(layer), *kind) for layer, kind in enumerate(config.kinds)]
-    some = list(dict.fromkeys([exceptions for exceptions, *_ in kinds]))
-    words = [("full" if window is None else "windowed", "sparse" if sparse else "dense", f"formats_{some.index(exceptions) + 1}")
-             for exceptions, window, sparse in kinds]
+    some = list(dict.fromkeys([formats for formats, *_ in kinds]))
+    words = [
+        ("full" if window is None else "windowed", "sparse" if sparse else "dense", f"formats_{some.index(formats) + 1}")
+        for formats, window, sparse in kinds
+    ]
     for n_words in (1, 2, 3):
         for columns in combinations(range(3), n_words):
             for layer in words:

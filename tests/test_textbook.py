@@ -296,9 +296,9 @@ def test_a_missing_rate_is_unknown_not_zero():
     assert all(type(value) in (int, float, str, type(None)) for row in rows for value in row)
 
 
-def test_every_model_has_a_chapter():
-    for name in npinfer.presets():
-        assert len(chapter(Setting.of(name, "a100-sxm-80gb"))) >= 110
+@pytest.mark.parametrize("name", ["gpt-2", "gemma-2-2b", "gemma-3-1b", "qwen3-30b-a3b", "deepseek-v3", "gpt-oss-20b", "olmo-2-7b"])
+def test_models_of_other_families_have_a_chapter(name):
+    assert len(chapter(Setting.of(name, "a100-sxm-80gb"))) >= 110
 
 
 def test_rows_of_experts():
