@@ -257,11 +257,13 @@ def rope(x, rotation, *, n_kept=0):
     cos, sin = rotation
     middle, stop = n_kept + cos.shape[-1], n_kept + 2 * cos.shape[-1]
     first, second = x[..., n_kept:middle], x[..., middle:stop]
-    out = np.empty_like(x)
-    out[..., :n_kept] = x[..., :n_kept]
-    out[..., n_kept:middle] = first * cos - second * sin
-    out[..., middle:stop] = second * cos + first * sin
-    out[..., stop:] = x[..., stop:]
+    out = np.empty_like(x) if stop - n_kept == x.shape[-1] else x.copy()
+    turned = out[..., n_kept:middle]
+    np.multiply(first, cos, out=turned)
+    turned -= second * sin
+    turned = out[..., middle:stop]
+    np.multiply(second, cos, out=turned)
+    turned += first * sin
     return out
 
 
