@@ -118,7 +118,8 @@ class KVCache:
         self.config, self.format, self.numeric, self.weights = config, format_, numeric, weights
         self.batch = whole("batch", batch)
         self.capacity = None if capacity is None else whole("capacity", capacity)
-        n_parts, n_heads, width = config.kv_shape
+        self._n_parts, _, width = config.kv_shape
+        self._pieces = config.kv_pieces
         self.width = width + (format_.group is not None)
         self._layers = [_Layer(window) for window in config.windows]
 
@@ -176,7 +177,7 @@ class KVCache:
         """
         layers = layers if isinstance(layers, range) else (operator.index(layers),)
         n_new = k.shape[2] if len(k.shape) == 4 else "n_new"
-        expected = [(self.batch, n_heads, n_new, width) for n_heads, width in self.config.kv_pieces]
+        expected = [(self.batch, n_heads, n_new, width) for n_heads, width in self._pieces]
         if [k.shape, v.shape] != expected:
             raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {' and '.join(map(str, expected))}")
         if not 0 <= layers[0] <= layers[-1] < len(self._layers) or (self.numeric and len(layers) > 1):
@@ -184,16 +185,15 @@ class KVCache:
             raise CacheError(f"append: no layer {met}; the model has layers 0 to {len(self._layers) - 1}")
         if self.capacity is not None and self._layers[layers[0]].stop + n_new > self.capacity:
             self.check_room(n_new)
-        n_parts = self.config.kv_shape[0]
         if self.numeric:
             (layer,) = layers
             parts = [np.asarray(rows, np.float32) for rows in (k, v)]
-            if n_parts == 1:
+            if self._n_parts == 1:
                 parts = [np.concatenate(parts, axis=-1)]
             return self._layers[layer].write([held(rows, self.format) for rows in parts], self.capacity)
         for layer in layers:
             self._layers[layer].stop += n_new
-        return [None] * n_parts
+        return [None] * self._n_parts
 
     def crop(self, length):
         """Forget all positions from `length` on.

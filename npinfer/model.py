@@ -47,6 +47,7 @@ class Transformer:
             precision.check_numeric(stored)
         self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")), pack)
         self.rope = RopeTable(config, self.numeric)
+        self._windows = frozenset(config.windows)
         self._fingerprint = None
 
     @classmethod
@@ -212,10 +213,10 @@ class Transformer:
         ids = Array(self._token_spec(tokens), tokens if self.numeric else None)
         scale = config.d_model**0.5 if config.scale_embeddings else None
         x = ops.embed(ids, weights.embedding, self._positions(start, n_new), scale=scale)
+        rotations = {window: self.rope.rotation(start, n_new, window) for window in self._windows}
         for layers, kind, layer in weights.layers:
             in_layers(layers)
-            rotation = self.rope.rotation(start, n_new, kind.window)
-            x = layer(x, Here(batch, n_new, cache, layers, kind.window, rotation))
+            x = layer(x, Here(batch, n_new, cache, layers, kind.window, rotations[kind.window]))
         in_layers(None)
 
         if all_logits is None:
