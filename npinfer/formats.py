@@ -192,20 +192,23 @@ class Precision:
 
 
 def rounded(x, format_):
-    """Values of the float32 array `x` rounded to fp32, fp16 or bf16, kept as float32.
+    """Values of the float32 array `x` rounded to fp16 or bf16, kept as float32; other formats return `x` itself.
 
-    Ties go to even.  fp32 returns `x` itself, and so do blocks, whose values were stored in them.  A value beyond fp16's largest
-    becomes infinite, as in the hardware.
+    Ties go to even.  A value beyond fp16's largest becomes infinite, as in the hardware.
     """
-    if format_ == "fp32" or format_ in BLOCKS:
+    if format_ not in ("fp16", "bf16"):
         return x
     if format_ == "fp16":
         with np.errstate(over="ignore"):
             return x.astype(np.float16).astype(np.float32)
     bits = np.ascontiguousarray(x).view(np.uint32)
-    upper = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
-    nearest = (upper & np.uint32(0xFFFF0000)).view(np.float32)
-    return np.where(np.isnan(x), x, nearest)
+    upper = bits >> np.uint32(16)
+    upper &= np.uint32(1)  # half of the last place, and a tie goes to the even neighbour
+    upper += np.uint32(0x7FFF)
+    upper += bits
+    upper &= np.uint32(0xFFFF0000)
+    nearest = upper.view(np.float32)
+    return np.where(np.isnan(x), x, nearest) if np.isnan(x.max(initial=0)) else nearest
 
 
 def quantised(values, format_):

@@ -7,17 +7,19 @@ still holds them.
 
 import numpy as np
 
+from npinfer.formats import rounded
+
 PACKED = (np.dtype(np.uint16), np.dtype(np.float16), np.dtype(np.int8))
 TWO_112 = np.float32(2.0**112)
 
 
 def packed(values, format_):
-    """Values that are exact in a format, or codes of it, as the smallest array that holds them.
+    """Values rounded to a format, or codes of it, as the smallest array that holds them.
 
     Parameters
     ----------
     values : float32 array
-        As `npinfer.formats.rounded` or `quantised` gives them.
+        Or codes, as `npinfer.formats.quantised` gives them.
     format_ : Format
 
     Returns
@@ -26,9 +28,10 @@ def packed(values, format_):
     int8 for int8 and int4 (a code each); `values` itself for other formats.
     """
     if format_ == "bf16":
-        return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        return (rounded(values, format_).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     if format_ == "fp16":
-        return values.astype(np.float16)
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16)
     return values if format_.group is None else values.astype(np.int8)
 
 

@@ -8,10 +8,12 @@ itself.  Projections that share an input are joined into one matrix.
 seed, a checkpoint, nowhere) is the business of the `source` that `build` is given.
 """
 
+import os
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 
@@ -22,6 +24,9 @@ from npinfer.operation import NOTHING
 from npinfer.specs import Array, spec
 from npinfer.storage import packed
 from npinfer.tensors import layer_tensors, model_tensors, norm_widths
+
+
+THREADED_D_MODEL = 1024  # smaller layers are laid out sooner than threads start
 
 
 class Matrix(NamedTuple):
@@ -106,13 +111,24 @@ def build(config, precision, source=None, touched="expected", pack=False):
         head = Array(((spec(table.shape, table.format, "weight", "lm_head"), None),), embedding.data)
     else:
         head = outside.matrices("lm_head")
-    layers = []
-    for layers_of, kind in _runs(config, precision, source is not None):
+
+    def layer(layers_of, kind):
         builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched, pack)
-        layers.append((layers_of, kind, builder.layer(kind)))
+        return layers_of, kind, builder.layer(kind)
+
+    runs = list(_runs(config, precision, source is not None))
+    layers = _in_threads(layer, runs) if source is not None and config.d_model >= THREADED_D_MODEL else [layer(*run) for run in runs]
     table = Array(embedding.spec[0][0], embedding.data)
     positions = outside.vector("positions") if config.learned_positions else NOTHING
     return Weights(table, positions, tuple(layers), outside.norm("final_norm"), head)
+
+
+def _in_threads(function, arguments):
+    """`function` of each tuple of arguments, in order; NumPy lets threads fill and round large arrays side by side."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda each: function(*each), arguments))
 
 
 def _runs(config, precision, single):
@@ -129,7 +145,7 @@ class _Builder:
 
     def __init__(self, config, precision, source, layer, shapes, touched, pack):
         self.config, self.precision, self.source, self.at, self.shapes = config, precision, source, layer, shapes
-        self.touched, self.pack = touched, packed if pack else lambda rows, _: rows
+        self.touched, self.keep = touched, packed if pack else rounded
 
     def layer(self, kind):
         return Layer(
@@ -233,11 +249,9 @@ class _Builder:
             rows, scales = self.source(prefix + matrix.name, self.at, matrix.shape, expert), None
             if matrix.format.group is not None:
                 rows, scales = quantised(rows, matrix.format)
-            else:
-                rows = rounded(rows, matrix.format)
             if bias is not None:
                 bias = self.values(prefix + matrix.name + ".bias", bias.shape, bias.format, expert)
-            parts.append((self.pack(rows, matrix.format), scales, bias))
+            parts.append((self.keep(rows, matrix.format), scales, bias))
         rows, scales, biases = [each[0] if len(each) == 1 or each[0] is None else np.concatenate(each) for each in zip(*parts)]
         stops = np.cumsum([matrix.shape[0] for matrix, _ in specs]).tolist()
         splits = tuple(map(slice, [0, *stops], stops))
@@ -251,16 +265,16 @@ def scores_of(config):
 
 
 def random_source(seed):
-    """A source of normally distributed weights; the same seed gives the same model.
+    """A source of normally distributed weights; the same seed gives the same model, in whatever order it is asked.
 
     Matrices have standard deviation 1 / sqrt(d_in), so that activations keep
     their size through the layers; gains are near 1 and biases near 0, not
     equal to them, so that leaving one out shows.
     """
-    rng = np.random.default_rng(seed)
 
     def source(name, layer, shape, expert=None):
-        values = rng.standard_normal(shape, dtype=np.float32)
+        place = [seed, crc32(name.encode()), *[0 if number is None else number + 1 for number in (layer, expert)]]
+        values = np.random.default_rng(place).standard_normal(shape, dtype=np.float32)
         if len(shape) == 2:
             values *= np.float32(shape[1] ** -0.5)
         else:

@@ -165,7 +165,7 @@ def model_and_tensors(config, precision=FP32, seed=0, scale=1):
 
     def source(name, layer, shape, expert=None):
         key = (name, layer) if expert is None else (name, layer, expert)
-        tensors[key] = np.float32(scale) * draw(name, layer, shape)
+        tensors[key] = np.float32(scale) * draw(name, layer, shape, expert)
         return tensors[key]
 
     return Transformer(config, precision, source), tensors
