@@ -5,21 +5,25 @@
     costmodel.predict(config, npinfer.Precision(), "rtx-4090").floor.tpot_s
 
 Read loads and operations (counts as formulas), formulas (the public closed
-forms), profiles (GPUs), prediction (from counts to seconds), then caching (what
+forms), profiles (GPUs), engines (what a real engine adds),
+prediction (from counts to seconds), expected (its calibrated level), then caching (what
 reuse saves).
 """
 
 from costmodel import formulas
 from costmodel.caching import breakeven_prefix_tokens, cached_ttft_s
+from costmodel.engines import Engine, engine
 from costmodel.prediction import Prediction, predict, predict_from
 from costmodel.profiles import GPU, ProfileError, gpu, gpus
 
 __all__ = [
+    "Engine",
     "GPU",
     "Prediction",
     "ProfileError",
     "breakeven_prefix_tokens",
     "cached_ttft_s",
+    "engine",
     "formulas",
     "gpu",
     "gpus",

@@ -7,6 +7,7 @@ Read `Phase` (the counts of prefill or decode, by operation), `floor_s` and
                the whole phase: nothing that computes in the stated format beats it
     roofline   the sum over operations of max(needed matmul FLOPs / peak,
                elementwise FLOPs / vector peak, bytes without scores / bandwidth)
+    expected   what an engine needs by its calibrated profile, see `costmodel.expected`
 
 Source of the model: Williams, Waterman and Patterson 2009, "Roofline", CACM 52(4), 65-76.
 """
@@ -15,7 +16,7 @@ from functools import lru_cache, partial
 from math import fsum
 from typing import NamedTuple
 
-from costmodel import formulas, loads, operations
+from costmodel import engines, expected, formulas, loads, operations, parallel
 from costmodel.profiles import COMPUTE_FORMATS
 from costmodel.profiles import gpu as gpu_profile
 from npinfer.errors import InputError, UnknownName
@@ -100,8 +101,11 @@ class Prediction(NamedTuple):
     compute : str
         Format whose matmul rate is used.
     floor, roofline : Level
-    expected : Level or None
-        None: there is no engine profile to scale the roofline by.
+    expected : Expected
+    engine : Engine
+        Whose profile the expected level is calibrated by.
+    n_gpus : int
+        Devices that share the work; `gpu` is then all of them together.
     rough : Rough
     prefill, decode : Phase
     missing : tuple of str
@@ -122,7 +126,9 @@ class Prediction(NamedTuple):
     compute: str
     floor: Level
     roofline: Level
-    expected: Level | None
+    expected: expected.Expected
+    engine: object
+    n_gpus: int
     rough: Rough
     prefill: Phase
     decode: Phase
@@ -148,7 +154,9 @@ class Prediction(NamedTuple):
         return longest
 
 
-def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, *, compute=None):
+def predict(
+    config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, engine="generic", n_gpus=1, compute=None
+):
     """Predict a request from closed forms.
 
     Parameters
@@ -164,8 +172,13 @@ def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cach
     batch : int
     n_cached : int
         Prompt tokens whose KV is already on the device, fewer than `n_prompt`.
+    engine : str
+        As `costmodel.engine` takes it.
+    n_gpus : int
+        Tensor-parallel devices.
     compute : str, optional
-        Format whose matmul rate to use; default that of the activations.
+        Format whose matmul rate to use; default the one that the engine
+        computes in, for most that of the activations.
 
     Returns
     -------
@@ -193,17 +206,19 @@ def predict(config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cach
         load = loads.decode_load(config, row_bytes, batch, n_prompt, n_steps)
         decode = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_steps)]
     phases = Phase.of(prefill, 1), Phase.of(decode, n_steps)
-    return _prediction(config, precision, gpu_profile(gpu), *phases, n_prompt, n_output, batch, compute)
+    return _prediction(config, precision, gpu, *phases, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute)
 
 
-def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1, compute=None):
+def predict_from(
+    ledger, gpu, *, config, precision, n_prompt, n_output, batch=1, engine="generic", n_gpus=1, compute=None
+):
     """The same prediction from a ledger of a run, numeric or shape-only.
 
     Parameters
     ----------
     ledger : npinfer.Ledger
         Of one `npinfer.generate` of this request.
-    gpu, config, precision, n_prompt, n_output, batch, compute
+    gpu, config, precision, n_prompt, n_output, batch, engine, n_gpus, compute
         As for `predict`.
     """
     forwards = ledger.forwards
@@ -217,7 +232,7 @@ def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1,
         if op != "cache_load":  # the interpreter's own copy; a GPU attends to shared blocks in place
             costs[phase].append(operations.Cost.of(counts))
     phases = Phase.of(costs["prefill"], 1), Phase.of(costs["decode"], n_output - 1)
-    return _prediction(config, precision, gpu_profile(gpu), *phases, n_prompt, n_output, batch, compute)
+    return _prediction(config, precision, gpu, *phases, n_prompt, n_output, batch, 0, engine, n_gpus, compute)
 
 
 def floor_s(phase, gpu, peak):
@@ -244,26 +259,74 @@ def roofline_s(phase, gpu, peak):
     return max(fsum(compute + bandwidth), floor_s(phase, gpu, peak)[0]), bound
 
 
-def _level(seconds_of, prefill, decode, gpu, peak, n_output):
-    """A `Level` from a function of phase, GPU and matmul rate."""
+def _level(seconds_of, prefill, decode, gpu, peak, n_output, exchange_s=(0.0, 0.0)):
+    """A `Level` from a function of phase, GPU and matmul rate; and the seconds that devices exchange sums in."""
     ttft_s, prefill_bound = seconds_of(prefill, gpu, peak) if peak else (None, None)
     tpot_s = decode_bound = None
     if decode.n_forwards:
         # Without a matmul rate decode is still bound from below by what it streams.
         seconds, decode_bound = seconds_of(decode, gpu, peak or float("inf"))
-        tpot_s = seconds / decode.n_forwards
+        tpot_s = (seconds + exchange_s[1]) / decode.n_forwards
+    return Level(*_times(ttft_s and ttft_s + exchange_s[0], tpot_s, n_output), prefill_bound, decode_bound)
+
+
+def _times(ttft_s, tpot_s, n_output):
+    """The five times of a level."""
     if ttft_s is None or tpot_s is None:
-        exact = ttft_s if n_output == 1 else None
-        return Level(ttft_s, tpot_s, None, exact, None, prefill_bound, decode_bound)
-    return Level(
+        return ttft_s, tpot_s, None, ttft_s if n_output == 1 else None, None
+    return (
         ttft_s,
         tpot_s,
         formulas.latency_s(ttft_s, tpot_s, n_output),
         formulas.latency_exact_s(ttft_s, tpot_s, n_output),
         formulas.tokens_per_s(ttft_s, tpot_s, n_output),
-        prefill_bound,
-        decode_bound,
     )
+
+
+def works(config, precision, phases, request):
+    """What the times of prefill and decode depend on: two `expected.Work`, the second None without decode steps.
+
+    Parameters
+    ----------
+    phases : (Phase, Phase)
+    request : tuple
+        (n_prompt, n_output, batch, n_cached).
+    """
+    n_prompt, n_output, batch, n_cached = request
+    n_new = n_prompt - n_cached
+    return [
+        phase.n_forwards
+        and expected.Work(
+            n_forwards=phase.n_forwards,
+            n_tokens=n_tokens,
+            n_layers=config.n_layers,
+            needed_flops=phase.needed_flops,
+            streamed_bytes=phase.streamed_bytes,
+            activation_bytes=sum([cost[3] for cost in phase.costs]) - phase.streamed_bytes,
+            weight_bytes=_weight_bytes(config, precision)[1],
+            n_weights=_n_streamed_parameters(config),
+            quantised=precision.matrices.bits < 16,
+            pairs=expected.needed_pairs(config, batch, *seen),
+            decode=phase is phases[1],
+        )
+        for phase, n_tokens, seen in zip(phases, (batch * n_new, batch), ((n_cached, n_new), (n_prompt, n_output - 1)))
+    ]
+
+
+def _expected(config, precision, gpu, engine, compute, phases, roofline, request, exchange_s):
+    """The `Expected` of an engine: never below the roofline, where that is known."""
+    times = []
+    for work, least, exchanging in zip(works(config, precision, phases, request), roofline, exchange_s):
+        seconds, bound = expected.seconds(engine, gpu, compute, work) if work else (None, None)
+        if seconds is not None:
+            seconds = max((seconds + exchanging) / work.n_forwards, least or 0.0)
+        times.append((seconds, bound))
+    (ttft_s, prefill_bound), (tpot_s, decode_bound) = times
+    ranges = [
+        seconds and tuple([seconds * bound for bound in engine.interval(name)])
+        for name, seconds in (("prefill", ttft_s), ("decode", tpot_s))
+    ]
+    return expected.Expected(*_times(ttft_s, tpot_s, request[1]), prefill_bound, decode_bound, *ranges, engine.basis)
 
 
 def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
@@ -288,11 +351,21 @@ def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, ba
     )
 
 
-def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, batch, compute):
-    compute = compute_format(precision, compute)
+def _prediction(
+    config, precision, gpu, prefill, decode, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute
+):
+    gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
+    engine = engines.engine(engine, gpu.vendor)
+    compute = compute_format(precision, compute, engine, gpu)
     peak = gpu.matmul_flops_per_s.get(compute)
     missing = [] if peak else [f"matmul_flops_per_s.{compute}"]
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
+    tokens = batch * (n_prompt - n_cached), batch * decode.n_forwards
+    exchange_s = [parallel.all_reduce_s(config, precision, gpu, n_gpus, n_tokens) for n_tokens in tokens]
+    if None in exchange_s:
+        missing, exchange_s = missing + ["interconnect_bytes_per_s"], (0.0, 0.0)
+    roofline = _level(roofline_s, prefill, decode, gpu, peak, n_output, exchange_s)
+    request = n_prompt, n_output, batch, n_cached
     resident, _ = _weight_bytes(config, precision)
     cache = gpu.last_level_cache_bytes
     step_bytes = decode.streamed_bytes / decode.n_forwards if decode.n_forwards else prefill.streamed_bytes
@@ -301,8 +374,10 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
         gpu=gpu,
         compute=compute,
         floor=_level(floor_s, prefill, decode, gpu, peak, n_output),
-        roofline=_level(roofline_s, prefill, decode, gpu, peak, n_output),
-        expected=None,
+        roofline=roofline,
+        expected=_expected(config, precision, gpu, engine, compute, (prefill, decode), roofline, request, exchange_s),
+        engine=engine,
+        n_gpus=n_gpus,
         rough=_rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch),
         prefill=prefill,
         decode=decode,
@@ -324,8 +399,11 @@ def _weight_bytes(config, precision):
     return formulas.weight_bytes(config, precision), formulas.weight_bytes(config, precision, streamed=True)
 
 
-def compute_format(precision, compute=None):
-    """The format whose matmul rate to use: `compute`, or by default that of the activations."""
+def compute_format(precision, compute=None, engine=None, gpu=None):
+    """The format whose matmul rate to use: `compute`, or by default the engine's, or that of the activations."""
     if compute is not None and compute not in COMPUTE_FORMATS:
         raise UnknownName("compute format", compute, COMPUTE_FORMATS)
-    return str(precision.activations) if compute is None else compute
+    if compute is not None:
+        return compute
+    activations = str(precision.activations)
+    return activations if engine is None else expected.compute_format(engine, gpu, precision, activations)
