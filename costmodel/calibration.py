@@ -44,9 +44,8 @@ def rows(measurements):
         predicted = prediction.predict(
             config, precision, measurement.gpu, **request, engine=measurement.engine, n_gpus=measurement.n_gpus
         )
-        asked = [request[name] for name in ("n_prompt", "n_output", "batch", "n_cached")]
-        prefill, decode = prediction.works(config, precision, (predicted.prefill, predicted.decode), asked)
-        work = prefill if measurement.prefill else decode
+        works = prediction.works(config, precision, predicted.prefill, predicted.decode, **request)
+        work = works[0 if measurement.prefill else 1]
         amounts, fixed_s = {}, 0.0
         for name, amount in expected.amounts(predicted.engine, predicted.gpu, predicted.compute, work):
             parameter = engines.parameters()[name]
@@ -168,21 +167,25 @@ def range_of(rows, predicted_s):
 
 
 def coverage(rows, predicted_s):
-    """Share of each device's rows inside the range of the other devices' residuals: device -> (rows, share)."""
-    found = {}
-    for device in dict.fromkeys([row.measurement.gpu.name for row in rows if row.fitted]):
-        inside = []
-        for engine, phase in dict.fromkeys([(row.engine.name, row.phase) for row in rows]):
-            def where(own, here):
-                return [
-                    (row, s) for row, s in zip(rows, predicted_s)
-                    if row.fitted and row.phase == phase and (not own or row.engine.name == engine)
-                    and (row.measurement.gpu.name == device) == here
-                ]  # fmt: skip
+    """Share of each device's rows inside the range of the other devices' residuals: device -> (rows, share).
 
-            others = range_of(*zip(*where(True, False) or [(), ()])) if where(True, False) else None
-            low, high = others or range_of(*zip(*where(False, False)))
-            inside += [low <= row.measured_s / s <= high for row, s in where(True, True)]
+    The range of the same engine and phase, or of all engines where too few devices have that one.
+    """
+    found = {}
+    known = [(row, s) for row, s in zip(rows, predicted_s) if row.fitted]
+    for device in dict.fromkeys([row.measurement.gpu.name for row, _ in known]):
+        others = [(row, s) for row, s in known if row.measurement.gpu.name != device]
+        spans, inside = {}, []
+        for row, s in known:
+            if row.measurement.gpu.name != device:
+                continue
+            key = row.engine.name, row.phase
+            if key not in spans:
+                phase = [(other, t) for other, t in others if other.phase == row.phase]
+                own = [(other, t) for other, t in phase if other.engine.name == row.engine.name]
+                spans[key] = (own and range_of(*zip(*own))) or range_of(*zip(*phase))
+            low, high = spans[key]
+            inside.append(low <= row.measured_s / s <= high)
         found[device] = len(inside), float(np.mean(inside))
     return found
 

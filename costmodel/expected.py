@@ -3,8 +3,8 @@
     bytes moved / bandwidth, matrix products / their rates, layers * launches, and
     the scores of attention that is not fused, each times a parameter of the engine
 
-Read `amounts` (what a phase has of each), then `seconds`.  The same amounts are
-what `costmodel.calibration` fits the parameters to.
+Read `amounts` (what a phase has of each), `seconds`, then `level`.  The same
+amounts are what `costmodel.calibration` fits the parameters to.
 """
 
 from functools import lru_cache
@@ -70,14 +70,14 @@ def compute_format(engine, gpu, precision, default):
 
 
 @lru_cache(maxsize=256)
-def _layers_by_window(config):
-    return tuple([(window, config.windows.count(window)) for window in dict.fromkeys(config.windows)])
+def needed_pairs(config):
+    """A function of (n_cached, n_new): the (query, key) pairs of all heads and layers that the mask leaves of one sequence."""
+    heads = [(window, config.n_heads * config.windows.count(window)) for window in dict.fromkeys(config.windows)]
 
+    def pairs(n_cached, n_new):
+        return sum([n_heads * visible_pairs(n_cached, n_new, window) for window, n_heads in heads])
 
-def needed_pairs(config, batch, n_cached, n_new):
-    """(query, key) pairs of all heads and layers that the mask leaves, `n_new` tokens on top of `n_cached`."""
-    seen = sum([n_layers * visible_pairs(n_cached, n_new, window) for window, n_layers in _layers_by_window(config)])
-    return batch * config.n_heads * seen
+    return pairs
 
 
 def amounts(engine, gpu, compute, work):
@@ -126,7 +126,14 @@ def _products(engine, gpu, compute):
     return products.get(compute) or products["any"]
 
 
-_BOUNDS = {"stream": "bandwidth", "score_byte": "bandwidth", "matrix": "compute", "vector": "compute", "score": "compute", "layer": "launches"}
+_BOUNDS = {
+    "stream": "bandwidth",
+    "score_byte": "bandwidth",
+    "matrix": "compute",
+    "vector": "compute",
+    "score": "compute",
+    "layer": "launches",
+}
 
 
 def seconds(engine, gpu, compute, work):
@@ -141,3 +148,35 @@ def seconds(engine, gpu, compute, work):
         total += term
         shares[_BOUNDS[parameter.per]] += term
     return total, max(shares, key=shares.get)
+
+
+def times(ttft_s, tpot_s, n_output):
+    """The five times of a level, None where they depend on one that is."""
+    if ttft_s is None or tpot_s is None:
+        return ttft_s, tpot_s, None, ttft_s if n_output == 1 else None, None
+    latency_s = ttft_s + tpot_s * n_output  # as formulas.latency_s and its kin, whose checks take longer than they
+    return ttft_s, tpot_s, latency_s, latency_s - tpot_s, n_output / latency_s
+
+
+def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
+    """The `Expected` of both phases: never below the roofline, where that is known.
+
+    Parameters
+    ----------
+    works : (Work, Work or None)
+    roofline : Level
+    exchange_s : (float, float)
+        Seconds of each phase in which several devices add up their sums.
+    """
+    found = []
+    for work, least_s, exchanging_s in zip(works, roofline, exchange_s):
+        phase_s, bound = seconds(engine, gpu, compute, work) if work else (None, None)
+        if phase_s is not None:
+            phase_s = max((phase_s + exchanging_s) / work.n_forwards, least_s or 0.0)
+        found.append((phase_s, bound))
+    (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
+    ranges = [
+        s and tuple([s * bound for bound in engine.interval(phase)])
+        for phase, s in (("prefill", ttft_s), ("decode", tpot_s))
+    ]
+    return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, *ranges, engine.basis)

@@ -11,7 +11,7 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
-from costmodel import engines, formulas
+from costmodel import engines, formulas, parallel
 from costmodel.profiles import gpu as gpu_profile
 from npinfer import ModelConfig, Precision, preset, presets
 from npinfer.errors import InputError, UnknownName
@@ -27,7 +27,7 @@ _KV = {"f16": "fp16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16":
        "q8_0": "int8", "int8": "int8", "f32": "fp32", "fp32": "fp32", "": "fp16"}  # fmt: skip
 # Bits of a weight where a row has the name of its format only; with fp16 scales, of groups of 32 unless the name says.
 _NAMED_BITS = (
-    (r"\b(f16|fp16|float16|bf16|bfloat16|half)\b(?!.*\bint|.*\bfp\d\b)", 16.0),
+    (r"^(?!.*(int\d|fp[468]\b|quant|\bq\d|\d-?bit|sparse)).*\b(f16|fp16|float16|bf16|bfloat16)\b", 16.0),
     (r"q8_0", 8.5), (r"q4_0", 4.54), (r"q4_k", 4.85), (r"mxfp4", 4.25), (r"q4f16", 4.5),
     (r"\b(fp8|int8|w8a8|w8a16)\b", 8.0),
 )  # fmt: skip
@@ -154,7 +154,9 @@ def weight_bits(row, config):
     for pattern, bits in _NAMED_BITS:
         if re.search(pattern, quant):
             return bits
-    raise InputError(f"quant {row.get('quant', '')!r} does not say how many bits a weight takes; give weight_file_bytes or bits_per_weight")
+    raise InputError(
+        f"quant {row.get('quant', '')!r} does not say how many bits a weight takes; give weight_file_bytes or bits_per_weight"
+    )
 
 
 def _precision(row, config):
@@ -207,12 +209,14 @@ def _measurement(row):
     else:  # n_output steps on a cache of context_start rows; from an empty cache the first step is taken to see one
         start = n_prompt if n_cached is None else n_cached
         request = {"n_prompt": max(1, start or 0), "n_cached": 0, "n_output": 1 + (n_output or 1)}
+    gpu, n_gpus = gpu_profile(gpu_name(row["device"])), _number(row, "n_gpu", whole=True) or 1
+    parallel.together(gpu, n_gpus, config)  # refuses what cannot be shared out
     return Measurement(
         row=row,
         config=config,
         precision=_precision(row, config),
-        gpu=gpu_profile(gpu_name(row["device"])),
-        n_gpus=_number(row, "n_gpu", whole=True) or 1,
+        gpu=gpu,
+        n_gpus=n_gpus,
         engine=engine_name(row),
         request=request | {"batch": batch},
         prefill=prefill,

@@ -24,11 +24,10 @@ def together(gpu, n_gpus, config):
     InputError
         If the heads cannot be shared out evenly.
     """
-    if n_gpus == 1:
+    if whole("n_gpus", n_gpus) == 1:
         return gpu
-    n_gpus = whole("n_gpus", n_gpus)
     if config.n_heads % n_gpus:
-        raise InputError(f"n_gpus is {n_gpus}, expected a divisor of the {config.n_heads} heads, which devices share out evenly")
+        raise InputError(f"n_gpus is {n_gpus}, expected a divisor of the {config.n_heads} heads, which are shared out evenly")
     rates = {name: rate * n_gpus for name, rate in gpu.matmul_flops_per_s.items()}
     values = {name: getattr(gpu, name) for name in _SHARED}
     return replace(gpu, matmul_flops_per_s=rates, **{name: value and value * n_gpus for name, value in values.items()})

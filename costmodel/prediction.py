@@ -267,74 +267,38 @@ def _level(seconds_of, prefill, decode, gpu, peak, n_output, exchange_s=(0.0, 0.
         # Without a matmul rate decode is still bound from below by what it streams.
         seconds, decode_bound = seconds_of(decode, gpu, peak or float("inf"))
         tpot_s = (seconds + exchange_s[1]) / decode.n_forwards
-    return Level(*_times(ttft_s and ttft_s + exchange_s[0], tpot_s, n_output), prefill_bound, decode_bound)
+    return Level(*expected.times(ttft_s and ttft_s + exchange_s[0], tpot_s, n_output), prefill_bound, decode_bound)
 
 
-def _times(ttft_s, tpot_s, n_output):
-    """The five times of a level."""
-    if ttft_s is None or tpot_s is None:
-        return ttft_s, tpot_s, None, ttft_s if n_output == 1 else None, None
-    return (
-        ttft_s,
-        tpot_s,
-        formulas.latency_s(ttft_s, tpot_s, n_output),
-        formulas.latency_exact_s(ttft_s, tpot_s, n_output),
-        formulas.tokens_per_s(ttft_s, tpot_s, n_output),
-    )
+def works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cached):
+    """What the expected times of both phases depend on: two `expected.Work`, the second None without decode steps."""
+    (_, weight_bytes), n_weights = _weight_bytes(config, precision), _n_streamed_parameters(config)
+    pairs, quantised = expected.needed_pairs(config), precision.matrices.bits < 16
 
-
-def works(config, precision, phases, request):
-    """What the times of prefill and decode depend on: two `expected.Work`, the second None without decode steps.
-
-    Parameters
-    ----------
-    phases : (Phase, Phase)
-    request : tuple
-        (n_prompt, n_output, batch, n_cached).
-    """
-    n_prompt, n_output, batch, n_cached = request
-    n_new = n_prompt - n_cached
-    return [
-        phase.n_forwards
-        and expected.Work(
-            n_forwards=phase.n_forwards,
-            n_tokens=n_tokens,
-            n_layers=config.n_layers,
-            needed_flops=phase.needed_flops,
-            streamed_bytes=phase.streamed_bytes,
-            activation_bytes=sum([cost[3] for cost in phase.costs]) - phase.streamed_bytes,
-            weight_bytes=_weight_bytes(config, precision)[1],
-            n_weights=_n_streamed_parameters(config),
-            quantised=precision.matrices.bits < 16,
-            pairs=expected.needed_pairs(config, batch, *seen),
-            decode=phase is phases[1],
+    def work(phase, n_before, n_new, is_decode):
+        return expected.Work(
+            phase.n_forwards,
+            batch * (1 if is_decode else n_new),
+            config.n_layers,
+            phase.needed_flops,
+            phase.streamed_bytes,
+            sum([cost[3] for cost in phase.costs]) - phase.streamed_bytes,
+            weight_bytes,
+            n_weights,
+            quantised,
+            batch * pairs(n_before, n_new),
+            is_decode,
         )
-        for phase, n_tokens, seen in zip(phases, (batch * n_new, batch), ((n_cached, n_new), (n_prompt, n_output - 1)))
-    ]
 
-
-def _expected(config, precision, gpu, engine, compute, phases, roofline, request, exchange_s):
-    """The `Expected` of an engine: never below the roofline, where that is known."""
-    times = []
-    for work, least, exchanging in zip(works(config, precision, phases, request), roofline, exchange_s):
-        seconds, bound = expected.seconds(engine, gpu, compute, work) if work else (None, None)
-        if seconds is not None:
-            seconds = max((seconds + exchanging) / work.n_forwards, least or 0.0)
-        times.append((seconds, bound))
-    (ttft_s, prefill_bound), (tpot_s, decode_bound) = times
-    ranges = [
-        seconds and tuple([seconds * bound for bound in engine.interval(name)])
-        for name, seconds in (("prefill", ttft_s), ("decode", tpot_s))
-    ]
-    return expected.Expected(*_times(ttft_s, tpot_s, request[1]), prefill_bound, decode_bound, *ranges, engine.basis)
+    first = work(prefill, n_cached, n_prompt - n_cached, False)
+    return first, work(decode, n_prompt, n_output - 1, True) if decode.n_forwards else None
 
 
 def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
     n_params = _n_streamed_parameters(config)
-    prefill_flops = formulas.prefill_flops_rough(batch, n_prompt, n_params)
-    decode_flops = formulas.decode_flops_rough(batch, n_output, n_params)
+    prefill_flops, decode_flops = 2 * batch * n_prompt * n_params, 2 * batch * n_output * n_params
     bandwidth_s = _weight_bytes(config, precision)[1] / gpu.memory_bytes_per_s
-    effective = formulas.effective_flops_per_s(peak, ETA) if peak else None
+    effective = ETA * peak if peak else None
     compute_s = decode_flops / n_output / effective if peak else None
     steps = decode.n_forwards > 0
     return Rough(
@@ -375,7 +339,7 @@ def _prediction(
         compute=compute,
         floor=_level(floor_s, prefill, decode, gpu, peak, n_output),
         roofline=roofline,
-        expected=_expected(config, precision, gpu, engine, compute, (prefill, decode), roofline, request, exchange_s),
+        expected=expected.level(engine, gpu, compute, works(config, precision, prefill, decode, *request), roofline, exchange_s, n_output),
         engine=engine,
         n_gpus=n_gpus,
         rough=_rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch),

@@ -98,7 +98,8 @@ def validate(measurements, skipped):
     for measurement in measurements:
         each = outcome(measurement)
         if all([value is None for value in each.levels.values()]):
-            skipped = [*skipped, (measurement.row.get("id", ""), f"{measurement.gpu.name} has no rate that the prediction needs")]
+            reason = f"{measurement.gpu.name} has no rate that the prediction needs"
+            skipped = [*skipped, (measurement.row.get("id", ""), reason)]
             continue
         outcomes.append(each)
         batch = "1" if measurement.request["batch"] == 1 else ">1"

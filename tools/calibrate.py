@@ -53,7 +53,8 @@ def as_text(found, n_usable, n_skipped):
     headers = ["engine", "phase", "rows", "median error", "90th percentile", "measured / predicted"]
     parts.append("cross-validated by device; generic: all engines\n" + table(rows, headers))
     shares = [share for _, share in found["coverage"].values()]
-    parts.append(f"inside the range of the other devices: {_percent(sum(shares) / len(shares))} of a device's rows, mean over {len(shares)} devices")
+    inside = _percent(sum(shares) / len(shares))
+    parts.append(f"inside the range of the other devices: {inside} of a device's rows, mean over {len(shares)} devices")
     return "\n\n".join(parts)
 
 
