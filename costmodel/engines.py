@@ -7,7 +7,7 @@ records), then `engine`, which finds the profile for a name, a version and a dev
 import os
 import re
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 
 from npinfer.errors import UnknownName
 from npinfer.tables import read_table, table_names
@@ -65,7 +65,11 @@ class Engine:
         """10th and 90th percentile of measured / expected time: the engine's own, or generic's where its rows are few."""
         return getattr(self, f"range_{phase}") or getattr(_engine("generic"), f"range_{phase}")
 
-    @property
+    def formats(self, quantised):
+        """Compute formats that it has kernels for, by whether weights have fewer than 16 bits; none: any."""
+        return self.compute.get("quantised" if quantised else "other", [])
+
+    @cached_property
     def basis(self):
         """What the expected level stands on, as a plain dict."""
         fields_ = ("rows_decode", "error_decode", "rows_prefill", "error_prefill", "date")

@@ -7,7 +7,6 @@ Read `amounts` (what a phase has of each), `seconds`, then `level`.  The same
 amounts are what `costmodel.calibration` fits the parameters to.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from costmodel.engines import parameters
@@ -62,14 +61,6 @@ def has_matrix_units(gpu):
     return not gpu.matmul_flops_per_s.keys() <= MATRIX_FREE
 
 
-def compute_format(engine, gpu, precision, default):
-    """The format that the engine multiplies in: the fastest of those it has kernels for, as far as the rates are known."""
-    formats = engine.compute.get("quantised" if precision.matrices.bits < 16 else "other", [default])
-    rates = gpu.matmul_flops_per_s
-    return max(formats, key=lambda name: rates.get(name, 0.0))
-
-
-@lru_cache(maxsize=256)
 def needed_pairs(config):
     """A function of (n_cached, n_new): the (query, key) pairs of all heads and layers that the mask leaves of one sequence."""
     heads = [(window, config.n_heads * config.windows.count(window)) for window in dict.fromkeys(config.windows)]
@@ -139,15 +130,13 @@ _BOUNDS = {
 def seconds(engine, gpu, compute, work):
     """Expected seconds of a phase, and what most of them go to; None where a rate is missing."""
     known = parameters()
-    total, shares = 0.0, {"bandwidth": 0.0, "compute": 0.0, "launches": 0.0}
+    shares = {"bandwidth": 0.0, "compute": 0.0, "launches": 0.0}
     for name, amount in amounts(engine, gpu, compute, work):
         if amount is None:
             return None, None
         parameter = known[name]
-        term = parameter.value * amount
-        total += term
-        shares[_BOUNDS[parameter.per]] += term
-    return total, max(shares, key=shares.get)
+        shares[_BOUNDS[parameter.per]] += parameter.value * amount
+    return sum(shares.values()), max(shares, key=shares.get)
 
 
 def times(ttft_s, tpot_s, n_output):

@@ -254,9 +254,33 @@ def roofline_s(phase, gpu, peak):
             compute.append(computing)
         else:
             bandwidth.append(moving)
-    bound = "compute" if fsum(compute) > fsum(bandwidth) else "bandwidth"
+    total = fsum(compute + bandwidth)
     # A sum of maxima is never below the maximum of sums, but its rounding may be.
-    return max(fsum(compute + bandwidth), floor_s(phase, gpu, peak)[0]), bound
+    return max(total, floor_s(phase, gpu, peak)[0]), "compute" if 2 * fsum(compute) > total else "bandwidth"
+
+
+_kv_bytes_held = formulas.kv_bytes_held.__wrapped__  # the numbers are checked, and no arrays
+
+
+class _Sizes(NamedTuple):
+    """What a prediction takes from a model and its formats alone, worked once."""
+
+    resident_bytes: int
+    streamed_bytes: int
+    n_params: int  # streamed
+    quantised: bool
+    needed_pairs: object  # a function, see `expected.needed_pairs`
+
+
+@lru_cache(maxsize=256)
+def _sizes(config, precision):
+    return _Sizes(
+        formulas.weight_bytes(config, precision),
+        formulas.weight_bytes(config, precision, streamed=True),
+        formulas.n_streamed_parameters(config),
+        precision.matrices.bits < 16,
+        expected.needed_pairs(config),
+    )
 
 
 def _level(seconds_of, prefill, decode, gpu, peak, n_output, exchange_s=(0.0, 0.0)):
@@ -272,8 +296,7 @@ def _level(seconds_of, prefill, decode, gpu, peak, n_output, exchange_s=(0.0, 0.
 
 def works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cached):
     """What the expected times of both phases depend on: two `expected.Work`, the second None without decode steps."""
-    (_, weight_bytes), n_weights = _weight_bytes(config, precision), _n_streamed_parameters(config)
-    pairs, quantised = expected.needed_pairs(config), precision.matrices.bits < 16
+    _, weight_bytes, n_weights, quantised, pairs = _sizes(config, precision)
 
     def work(phase, n_before, n_new, is_decode):
         return expected.Work(
@@ -294,10 +317,10 @@ def works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cache
     return first, work(decode, n_prompt, n_output - 1, True) if decode.n_forwards else None
 
 
-def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
-    n_params = _n_streamed_parameters(config)
+def _rough(sizes, gpu, peak, prefill, decode, n_prompt, n_output, batch):
+    n_params = sizes.n_params
     prefill_flops, decode_flops = 2 * batch * n_prompt * n_params, 2 * batch * n_output * n_params
-    bandwidth_s = _weight_bytes(config, precision)[1] / gpu.memory_bytes_per_s
+    bandwidth_s = sizes.streamed_bytes / gpu.memory_bytes_per_s
     effective = ETA * peak if peak else None
     compute_s = decode_flops / n_output / effective if peak else None
     steps = decode.n_forwards > 0
@@ -320,7 +343,11 @@ def _prediction(
 ):
     gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
     engine = engines.engine(engine, gpu.vendor)
-    compute = compute_format(precision, compute, engine, gpu)
+    sizes = _sizes(config, precision)
+    formats = engine.formats(sizes.quantised) if compute is None else None
+    compute = compute_format(precision, compute)
+    if formats:  # the fastest, as far as its rate is known
+        compute = max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
     peak = gpu.matmul_flops_per_s.get(compute)
     missing = [] if peak else [f"matmul_flops_per_s.{compute}"]
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
@@ -330,10 +357,9 @@ def _prediction(
         missing, exchange_s = missing + ["interconnect_bytes_per_s"], (0.0, 0.0)
     roofline = _level(roofline_s, prefill, decode, gpu, peak, n_output, exchange_s)
     request = n_prompt, n_output, batch, n_cached
-    resident, _ = _weight_bytes(config, precision)
     cache = gpu.last_level_cache_bytes
     step_bytes = decode.streamed_bytes / decode.n_forwards if decode.n_forwards else prefill.streamed_bytes
-    needed = resident + formulas.kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
+    needed = sizes.resident_bytes + _kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
     return Prediction(
         gpu=gpu,
         compute=compute,
@@ -342,7 +368,7 @@ def _prediction(
         expected=expected.level(engine, gpu, compute, works(config, precision, prefill, decode, *request), roofline, exchange_s, n_output),
         engine=engine,
         n_gpus=n_gpus,
-        rough=_rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch),
+        rough=_rough(sizes, gpu, peak, prefill, decode, n_prompt, n_output, batch),
         prefill=prefill,
         decode=decode,
         missing=tuple(missing),
@@ -354,20 +380,8 @@ def _prediction(
     )
 
 
-_n_streamed_parameters = lru_cache(maxsize=256)(formulas.n_streamed_parameters)
-
-
-@lru_cache(maxsize=256)
-def _weight_bytes(config, precision):
-    """Resident and streamed bytes of the weights."""
-    return formulas.weight_bytes(config, precision), formulas.weight_bytes(config, precision, streamed=True)
-
-
-def compute_format(precision, compute=None, engine=None, gpu=None):
-    """The format whose matmul rate to use: `compute`, or by default the engine's, or that of the activations."""
+def compute_format(precision, compute=None):
+    """The format whose matmul rate to use: `compute`, or by default that of the activations."""
     if compute is not None and compute not in COMPUTE_FORMATS:
         raise UnknownName("compute format", compute, COMPUTE_FORMATS)
-    if compute is not None:
-        return compute
-    activations = str(precision.activations)
-    return activations if engine is None else expected.compute_format(engine, gpu, precision, activations)
+    return str(precision.activations) if compute is None else compute
