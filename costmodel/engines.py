@@ -61,9 +61,11 @@ class Engine:
     p90_prefill: float | None = None
     range_prefill: list | None = None
 
-    def interval(self, phase):
-        """10th and 90th percentile of measured / expected time: the engine's own, or generic's where its rows are few."""
-        return getattr(self, f"range_{phase}") or getattr(_engine("generic"), f"range_{phase}")
+    @cached_property
+    def ranges(self):
+        """10th and 90th percentile of measured / expected time, of prefill and of decode; generic's where its devices are few."""
+        generic = _engine("generic")
+        return self.range_prefill or generic.range_prefill, self.range_decode or generic.range_decode
 
     def formats(self, quantised):
         """Compute formats that it has kernels for, by whether weights have fewer than 16 bits; none: any."""

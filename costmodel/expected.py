@@ -164,8 +164,5 @@ def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
             phase_s = max((phase_s + exchanging_s) / work.n_forwards, least_s or 0.0)
         found.append((phase_s, bound))
     (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
-    ranges = [
-        s and tuple([s * bound for bound in engine.interval(phase)])
-        for phase, s in (("prefill", ttft_s), ("decode", tpot_s))
-    ]
+    ranges = [s and (s * low, s * high) for s, (low, high) in zip((ttft_s, tpot_s), engine.ranges)]
     return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, *ranges, engine.basis)

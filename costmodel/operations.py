@@ -47,12 +47,17 @@ def kv_row_bytes(config, precision):
     return config.n_kv_heads * config.head_dim * precision.kv.bits // 8 + SCALE_BYTES * scales
 
 
+@lru_cache(maxsize=256)
+def _exact_ratio(bits):
+    from decimal import Decimal
+
+    return Decimal(repr(float(bits))).as_integer_ratio()
+
+
 def _ceil_bytes(bits, n_elements):
     if isinstance(bits, int):
         return -(-n_elements * bits // 8)
-    from decimal import Decimal
-
-    exact, per = Decimal(repr(float(bits))).as_integer_ratio()
+    exact, per = _exact_ratio(bits)
     if isinstance(n_elements, np.ndarray):  # an exact numerator may have no room in int64
         return (-(-n_elements.astype(object) * exact // (8 * per))).astype(np.int64)
     return -(-n_elements * exact // (8 * per))

@@ -198,13 +198,13 @@ def predict(
     if n_cached >= n_prompt:
         raise InputError(f"n_cached is {n_cached} of n_prompt {n_prompt}; at least the last token is computed")
     row_bytes = partial(operations.stored_rows_bytes, precision, config.d_model)
-    sample = operations.sample_counts(config, precision, batch)
+    sample = _sizes(config, precision).sample
     load = loads.forward_load(config, row_bytes, batch, n_cached, n_prompt - n_cached)
-    prefill = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample)]
+    prefill = [*operations.operation_costs(config, precision, load), [number * batch for number in sample]]
     decode = []
     if n_steps:
         load = loads.decode_load(config, row_bytes, batch, n_prompt, n_steps)
-        decode = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_steps)]
+        decode = [*operations.operation_costs(config, precision, load), [number * batch * n_steps for number in sample]]
     phases = Phase.of(prefill, 1), Phase.of(decode, n_steps)
     return _prediction(config, precision, gpu, *phases, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute)
 
@@ -270,6 +270,7 @@ class _Sizes(NamedTuple):
     n_params: int  # streamed
     quantised: bool
     needed_pairs: object  # a function, see `expected.needed_pairs`
+    sample: operations.Cost  # of one sequence and forward
 
 
 @lru_cache(maxsize=256)
@@ -280,6 +281,7 @@ def _sizes(config, precision):
         formulas.n_streamed_parameters(config),
         precision.matrices.bits < 16,
         expected.needed_pairs(config),
+        operations.Cost.of(operations.sample_counts(config, precision, 1)),
     )
 
 
@@ -296,7 +298,7 @@ def _level(seconds_of, prefill, decode, gpu, peak, n_output, exchange_s=(0.0, 0.
 
 def works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cached):
     """What the expected times of both phases depend on: two `expected.Work`, the second None without decode steps."""
-    _, weight_bytes, n_weights, quantised, pairs = _sizes(config, precision)
+    _, weight_bytes, n_weights, quantised, pairs, _ = _sizes(config, precision)
 
     def work(phase, n_before, n_new, is_decode):
         return expected.Work(
