@@ -9,7 +9,8 @@ from dataclasses import fields
 from functools import partial
 
 from costmodel import formulas, loads, operations
-from costmodel.prediction import ETA, Phase, compute_format
+from costmodel.levels import ETA, Phase
+from costmodel.prediction import compute_format
 from costmodel.traced import NAMES, VALUES, Traced
 from npinfer.ledger import Counts
 

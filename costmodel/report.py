@@ -32,7 +32,10 @@ ROUGH_FIELDS = (
 )  # fmt: skip
 
 
-def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, explain=False, advise=False):
+def trace(
+    model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, engine="generic", n_gpus=1,
+    explain=False, advise=False,
+):  # fmt: skip
     """Run a request and report on it.
 
     Parameters
@@ -50,6 +53,8 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
         Prompt lengths of a dialogue: adds what a session cache saves in each turn.
     on_token : callable, optional
         As for `npinfer.generate`.
+    engine, n_gpus : str, int
+        As for `predict`.
     explain, advise : bool
         Whether to add the formula of each headline number, and what each lever would change on each GPU.
 
@@ -73,6 +78,7 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
     with Ledger() as ledger:
         generate(model, tokens, n_output, on_token=at_token)
     request = {"config": config, "precision": precision, "n_prompt": n_prompt, "n_output": n_output, "batch": batch}
+    device = {"compute": compute, "engine": engine, "n_gpus": n_gpus}
     by_op = {key: counts for key, (_, counts) in ledger.by("phase", "op").items()}
     report = {
         "schema": SCHEMA,
@@ -87,9 +93,9 @@ def trace(model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_
             for (phase, op), (calls, counts) in ledger.by("phase", "op").items()
         ],
         "closed_form": {"agrees": closed_forms(**request, touched=_touched(model, ledger, n_output)) == by_op},
-        "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
-        "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
-        "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
+        "predictions": [_prediction(predict_from(ledger, gpu, **request, **device)) for gpu in gpus],
+        "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, **device) if n_prefix else None,
+        "session": caching.session_saving(config, precision, gpus, turns, batch, **device) if turns else None,
         "measured": _measured(start_s, times_s) if model.numeric else None,
         "explain": _explained(**request, gpus=gpus, compute=compute) if explain else None,
         "advice": _advice(**request, gpus=gpus, compute=compute) if advise else None,
@@ -219,6 +225,7 @@ def _phase_counts(ledger):
 def _prediction(prediction):
     return {
         "gpu": prediction.gpu.name,
+        "n_gpus": prediction.n_gpus,
         "compute": prediction.compute,
         "fits": prediction.fits,
         "memory_bytes_needed": prediction.memory_bytes_needed,
@@ -231,7 +238,7 @@ def _prediction(prediction):
         "decode_flops_per_byte": prediction.decode.intensity,
         "floor": _fields(prediction.floor, LEVEL_FIELDS),
         "roofline": _fields(prediction.roofline, LEVEL_FIELDS),
-        "expected": None,
+        "expected": _fields(prediction.expected, prediction.expected._fields),
         "rough": _fields(prediction.rough, ROUGH_FIELDS),
     }
 

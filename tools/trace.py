@@ -55,7 +55,9 @@ def parser():
     formats.add_argument("--bits-per-weight", type=float, metavar="X", help="average bits of mixed formats, scales included")
     device = parser.add_argument_group("device")
     device.add_argument("--gpu", action="append", metavar="NAME|FILE.toml", help="may be repeated (default rtx-4090), see --list-gpus")
-    device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the activations')")
+    device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the engine's: mostly the activations')")
+    device.add_argument("--engine", metavar="NAME", default="generic", help="of the expected level: vllm, llama.cpp, ... (default generic)")
+    device.add_argument("--gpus", type=int, metavar="N", default=1, help="tensor-parallel devices (default 1)")
     mode = parser.add_argument_group("run and output")
     mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure")
     mode.add_argument("--logits-error", action="store_true", help="with --numeric: what the formats cost, against fp32 weights and KV")
@@ -93,7 +95,7 @@ def main(argv):
     if args.numeric:
         tokens = np.random.default_rng(seed).integers(model.config.vocab_size, size=size)
     progress = Progress("token", args.output_tokens)
-    added = {"explain": args.explain, "advise": args.advise}
+    added = {"engine": args.engine, "n_gpus": args.gpus, "explain": args.explain, "advise": args.advise}
     result, ledger = report.trace(model, tokens, args.output_tokens, gpus, args.compute, n_prefix, turns, progress, **added)
     if args.logits_error:
         from npinfer.compare import logits_error
