@@ -6,122 +6,29 @@ what the numbers do not call a gain is listed apart, with its figures.  Time is
 latency_exact_s, what a request takes, or the decode's where the GPU has no
 matmul rate to time a prefill by.
 
-Read `Request`, `_levers` (what can be changed), then `advise`.
-"""
+The roofline ranks, not the expected level: it is worked from counts alone, and
+what a profile says of two engines or formats may differ by less than its error.
 
-from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+Read `costmodel.levers` (what can be changed), then `advise`.
+"""
 
 from costmodel import formulas
 from costmodel.caching import LEVELS
-from costmodel.prediction import compute_format, predict
-from costmodel.profiles import GPU, gpus
+from costmodel.experts import expected_share
+from costmodel.levers import Lever, Request, levers, what_fits
 from costmodel.profiles import gpu as gpu_profile
 from costmodel.report import LEVEL_FIELDS
-from npinfer.formats import FORMATS, Precision
 
 RANKED_BY = "roofline"
 LEAST_SHARE = 0.001  # of the time: saving less is no gain, since every level leaves out more
 LEVER_BATCH = 8
 
 
-class Request(NamedTuple):
-    """The arguments of `predict`; levers replace one of them."""
-
-    config: object
-    precision: Precision
-    gpu: GPU
-    n_prompt: int
-    n_output: int
-    batch: int = 1
-    n_cached: int = 0
-    compute: str | None = None
-
-    def predict(self):
-        return predict(**self._asdict())
-
-    @property
-    def peak(self):
-        """Matmul rate of the format used, or None."""
-        return self.gpu.matmul_flops_per_s.get(compute_format(self.precision, self.compute))
-
-
-class Lever(NamedTuple):
-    """One thing to change: the request before and after it, or why there is nothing to change."""
-
-    name: str
-    before: Request | None = None
-    after: Request | None = None
-    why_not: str | None = None
-
-
-def _levers(now):
-    """Every `Lever` on the latency of a request, in the order of the textbook: cache, formats, devices."""
-    prefix, half = "prefix cache, half the prompt", now.n_prompt // 2
-    if now.peak is None:
-        yield Lever(prefix, why_not="the profile lacks the matmul rate that times a prefill")
-    elif half:
-        yield Lever(prefix, now, now._replace(n_cached=half))
-    else:
-        yield Lever(prefix, why_not="the prompt's only token is always computed")
-    yield from _formats(now)
-    for quantity in ("bandwidth", "matmul rate"):
-        name, better = f"next higher {quantity}", _next_gpu(now, quantity)
-        if better is None:
-            yield Lever(name, why_not="no profile is known to have more, and room for the request")
-        else:
-            yield Lever(f"{name}, {better.name}", now, now._replace(gpu=better))
-
-
-def _formats(now):
-    precision = now.precision
-    for name in ("int8", "int4"):
-        if FORMATS[name].bits < precision.matrices.bits:
-            yield Lever(f"{name} weights", now, now._replace(precision=replace(precision, weights=name, bits_per_weight=None)))
-        else:
-            yield Lever(f"{name} weights", why_not=f"weights have {precision.matrices.bits:g} bits already")
-    if precision.kv.bits <= 8:
-        yield Lever("8-bit KV", why_not=f"KV has {precision.kv.bits} bits already")
-        return
-    int8, fp8 = [now._replace(precision=replace(precision, kv=name)) for name in ("int8", "fp8")]
-    yield Lever("int8 KV", now, int8)
-    if fp8.predict().roofline != int8.predict().roofline:
-        yield Lever("fp8 KV", now, fp8)
-
-
-def _next_gpu(now, quantity):
-    """The GPU with the next higher rate on which the request fits; of equals the better one otherwise."""
-    needed = now.predict().memory_bytes_needed
-    compute = compute_format(now.precision, now.compute)
-
-    def rates(gpu):
-        both = gpu.memory_bytes_per_s, gpu.matmul_flops_per_s.get(compute)
-        return both if quantity == "bandwidth" else both[::-1]
-
-    if None in rates(now.gpu)[:1]:
-        return None
-    known = [gpu for gpu in _profiles() if None not in rates(gpu) and needed <= gpu.memory_bytes]
-    higher = [gpu for gpu in known if rates(gpu)[0] > rates(now.gpu)[0]]
-    return min(higher, key=lambda gpu: (rates(gpu)[0], -rates(gpu)[1], gpu.memory_bytes, gpu.name), default=None)
-
-
-@lru_cache(maxsize=1)
-def _profiles():
-    return [gpu_profile(name) for name in gpus()]
-
-
-# --- what they change ------------------------------------------------------
-
-
 def _figures(request, prediction):
-    """Level -> its times, and the tokens per second of all sequences together; None for a level there is not."""
+    """Level -> its times, and the tokens per second of all sequences together."""
     figures = {}
     for name in LEVELS:
         level = getattr(prediction, name)
-        if level is None:
-            figures[name] = None
-            continue
         rate = level.tokens_per_s
         figures[name] = {field: getattr(level, field) for field in LEVEL_FIELDS}
         figures[name]["total_tokens_per_s"] = None if rate is None else request.batch * rate
@@ -141,12 +48,13 @@ def _effect(lever):
     before, levels = _figures(lever.before, lever.before.predict()), _figures(lever.after, prediction)
     whole = lever.before.peak is not None
     for name, figures in levels.items():
-        if figures is not None:
-            was, is_ = [_seconds(f, lever.before.n_output, whole) for f in (before[name], figures)]
-            figures["saved_s"] = None if was is None else was - is_
-            figures["saved_share"] = None if was is None else (was - is_) / was
-    saved = [figures["saved_s"] for figures in levels.values() if figures is not None]
-    gains = prediction.fits and None not in saved and min(saved) >= 0 and levels[RANKED_BY]["saved_share"] >= LEAST_SHARE
+        was, is_ = [_seconds(f, lever.before.n_output, whole) for f in (before[name], figures)]
+        known = None not in (was, is_)
+        figures["saved_s"] = was - is_ if known else None
+        figures["saved_share"] = (was - is_) / was if known else None
+    saved = [figures["saved_s"] for figures in levels.values()]
+    saved = [seconds for seconds in saved if seconds is not None]
+    gains = prediction.fits and min(saved, default=-1) >= 0 and (levels[RANKED_BY]["saved_share"] or 0) >= LEAST_SHARE
     return {
         "lever": lever.name,
         "gain": gains,
@@ -175,14 +83,20 @@ def _first(best, now):
 
 
 def _throughput(now):
-    """A larger batch, which gains if more is done in a second, though each sequence may take longer."""
+    """A larger batch, which gains if more is done in a second, though each sequence may take longer.
+
+    Of a model with experts, "expert_share" is the share that a step touches,
+    now and then: what they weigh is read for more sequences, but more of it.
+    """
     effect = _effect(Lever(f"batch {LEVER_BATCH}", now, now._replace(batch=LEVER_BATCH)))
     times = []
     for level in LEVELS:
-        if effect[level] is not None and effect[level]["saved_share"] is not None:
+        if effect[level]["saved_share"] is not None:
             times.append(LEVER_BATCH / now.batch / (1 - effect[level]["saved_share"]))
             effect[level]["throughput_factor"] = times[-1]
     gains = effect["fits"] and min(times, default=0) >= 1
+    if now.config.experts:
+        effect["expert_share"] = [expected_share(now.config.experts, batch) for batch in (now.batch, LEVER_BATCH)]
     return effect | {"gain": gains and effect[RANKED_BY]["throughput_factor"] >= 1 + LEAST_SHARE}
 
 
@@ -191,8 +105,11 @@ def _next_turn(now):
 
     That turn's prompt: this one, its answer, and as many tokens again from the
     user.  Cached is all but the answer's last token, which was never forwarded.
+    None without a rate to time it by, or where the model has no position for it.
     """
     turn = now._replace(n_prompt=2 * now.n_prompt + now.n_output)
+    if not now.peak or turn.beyond_positions:
+        return None
     session = Lever("session cache", turn, turn._replace(n_cached=now.n_prompt + now.n_output - 1))
     return {
         "prompt_tokens": turn.n_prompt,
@@ -208,7 +125,7 @@ def _phases(prediction, n_steps):
     levels = {name: getattr(prediction, name) for name in LEVELS}
     return {
         name: {
-            "bound": {level: getattr(of, f"{name}_bound") for level, of in levels.items() if of is not None},
+            "bound": {level: getattr(of, f"{name}_bound") for level, of in levels.items()},
             "flops_per_byte": phase.intensity,
             "of_ridge": None if prediction.ridge is None else phase.intensity / prediction.ridge,
         }
@@ -222,33 +139,12 @@ def _breakeven(now):
     steps = {}
     for name in LEVELS:
         level = getattr(prediction, name)
-        known = level is not None and level.ttft_s is not None
+        known = None not in (level.ttft_s, level.tpot_s)
         steps[name] = formulas.breakeven_n_output(level.ttft_s, level.tpot_s) if known else None
     return steps
 
 
-def _what_fits(now):
-    """Single changes (and both formats together) with which the request fits its GPU, or the least GPU that holds it."""
-    changes = [(lever.name, lever.after) for lever in _formats(now) if lever.after is not None and lever.name != "fp8 KV"]
-    smallest = replace(now.precision, weights="int4", kv="int8", bits_per_weight=None)
-    changes.append(("int4 weights and int8 KV", now._replace(precision=smallest)))
-    if now.batch > 1:
-        changes.append(("batch 1", now._replace(batch=1)))
-    needed = now.predict().memory_bytes_needed
-    larger = [gpu for gpu in _profiles() if gpu.memory_bytes >= needed]
-    if larger:
-        gpu = min(larger, key=lambda gpu: (gpu.memory_bytes, -gpu.memory_bytes_per_s, gpu.name))
-        changes.append((gpu.name, now._replace(gpu=gpu)))
-    fitting = []
-    for name, request in changes:
-        prediction = request.predict()
-        if prediction.fits:
-            memory = {"memory_bytes_needed": prediction.memory_bytes_needed, "memory_bytes": request.gpu.memory_bytes}
-            fitting.append({"change": name, **memory})
-    return fitting
-
-
-def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
+def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None, engine="generic", n_gpus=1):
     """What dominates a request, what bounds it, and what each lever would change.
 
     Parameters
@@ -265,23 +161,27 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
         saved, and "no_gain"; "throughput", batch 8; "next_turn", a session
         cache; "left_out" with reasons.
     """
-    now = Request(config, precision, gpu_profile(gpu), n_prompt, n_output, batch, 0, compute)
+    now = Request(config, precision, gpu_profile(gpu), n_prompt, n_output, batch, 0, engine, n_gpus, compute)
     prediction = now.predict()
     figures, crossing = _figures(now, prediction), _breakeven(now)
-    levers = list(_levers(now))
-    left_out = [{"lever": lever.name, "why": lever.why_not} for lever in levers if lever.after is None]
-    effects = [_effect(lever) for lever in levers if lever.after is not None]
+    known = list(levers(now))
+    left_out = [{"lever": lever.name, "why": lever.why_not} for lever in known if lever.after is None]
+    effects = [_effect(lever) for lever in known if lever.after is not None]
     unknown = [effect for effect in effects if effect[RANKED_BY]["saved_s"] is None]
     left_out += [{"lever": effect["lever"], "why": "the profile lacks the rate to time it by"} for effect in unknown]
+    next_turn = _next_turn(now)
+    if now.peak and not next_turn:
+        why = f"a next turn is longer than the {config.max_context} learned positions"
+        left_out.append({"lever": "session cache", "why": why})
     gains = sorted([effect for effect in effects if effect["gain"]], key=lambda effect: -effect[RANKED_BY]["saved_s"])
     decodes = None if crossing[RANKED_BY] is None else n_output - 1 > crossing[RANKED_BY]
     return {
         "gpu": now.gpu.name,
         "fits": prediction.fits,
         "memory_bytes_needed": prediction.memory_bytes_needed,
-        "memory_bytes": now.gpu.memory_bytes,
+        "memory_bytes": prediction.gpu.memory_bytes,
         "max_context_tokens": prediction.max_context,
-        "what_fits": None if prediction.fits else _what_fits(now),
+        "what_fits": None if prediction.fits else what_fits(now),
         "first": _first(gains[0], figures) if gains else None,
         "dominates": None if decodes is None else "decode" if decodes else "prefill",
         "breakeven_n_output": crossing,
@@ -292,6 +192,6 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
         "gains": gains,
         "no_gain": [effect for effect in effects if not effect["gain"] and effect not in unknown],
         "throughput": _throughput(now) if batch < LEVER_BATCH else None,
-        "next_turn": _next_turn(now) if now.peak else None,
+        "next_turn": next_turn,
         "left_out": left_out,
     }

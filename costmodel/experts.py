@@ -99,13 +99,16 @@ def touched(config, precision, n_tokens, rule="expected"):
     by_size = _by_size(config, precision)
     share = expected_share(config.experts, n_tokens) if rule == "expected" and by_size else None
 
-    def read(size):
-        size *= config.experts.n_experts
-        return size if share is None else _rounded(size * share)
+    def total(sizes):
+        return sum([read(config.experts, size, share) * n_layers for size, n_layers in sizes])
 
-    return tuple(
-        [Touched(*[sum([read(size) * n for size, n in sizes]) for sizes in fields]) for fields in by_size]
-    )
+    return tuple([Touched(*map(total, fields)) for fields in by_size])
+
+
+def read(experts, size, share):
+    """A share, rounded, of what all experts of a layer have, `size` each; all of it for None."""
+    size *= experts.n_experts
+    return size if share is None else _rounded(size * share)
 
 
 def observed(ledger, config, precision, forward):

@@ -21,6 +21,7 @@ from costmodel.sizes import (
     n_active_parameters,
     n_parameters,
     n_streamed_parameters,
+    n_token_parameters,
     weight_bytes,
 )
 from npinfer.errors import InputError
@@ -42,6 +43,7 @@ __all__ = [
     "n_active_parameters",
     "n_parameters",
     "n_streamed_parameters",
+    "n_token_parameters",
     "prefill_flops_rough",
     "prefix_saving",
     "sample_counts",

@@ -11,6 +11,7 @@ Times are those of a level of `costmodel.predict`, "floor" unless another is nam
 from typing import NamedTuple
 
 from costmodel import formulas, loads, operations
+from costmodel.arguments import whole_numbers
 from costmodel.prediction import predict
 from costmodel.profiles import gpu as gpu_profile
 from costmodel.search import first_where
@@ -48,7 +49,7 @@ def prefill_s(config, precision, gpu, n_prompt, level="floor", batch=1, compute=
 
 def step_s(config, precision, gpu, n_context, level="floor", batch=1, compute=None):
     """Seconds of the decode step whose token sees `n_context` positions, itself included; 2 at least."""
-    n_context = loads.whole_numbers("n_context", n_context, 2)
+    n_context = whole_numbers("n_context", n_context, 2)
     return _at(level, predict(config, precision, gpu, n_context - 1, 2, batch, compute=compute)).tpot_s
 
 
@@ -79,7 +80,7 @@ def latency_line(config, precision, gpu, n_prompt, n_outputs, level="floor", bat
     Each latency is TTFT plus the sum of all its decode steps, so the points lie
     on a slight parabola: each step reads one more token's KV than the last.
     """
-    n_outputs = [loads.whole_numbers("n_output", n, 1) for n in n_outputs]
+    n_outputs = [whole_numbers("n_output", n, 1) for n in n_outputs]
     gpu = gpu_profile(gpu)
     latencies = [
         _at(level, predict(config, precision, gpu, n_prompt, n, batch, compute=compute)).latency_exact_s for n in n_outputs
@@ -146,8 +147,8 @@ class PrefillFlops(NamedTuple):
 
 def prefill_flops(config, n_prompt, batch=1):
     """`PrefillFlops` of a prompt; their sum is the needed FLOPs of `formulas.forward_counts`."""
-    n_prompt, batch = loads.whole_numbers("n_prompt", n_prompt, 1), loads.whole_numbers("batch", batch, 1)
-    load = loads.forward_load(config, lambda n_rows: 0, batch, 0, n_prompt)
+    n_prompt, batch = whole_numbers("n_prompt", n_prompt, 1), whole_numbers("batch", batch, 1)
+    load = loads.forward_load(config, Precision(), batch, 0, n_prompt)
     needed = {op: counts.needed_flops for op, counts in operations.operation_counts(config, Precision(), load).items()}
     attention, head = needed["attn_scores"] + needed["attn_mix"], needed["lm_head"]
     return PrefillFlops(sum(needed.values()) - attention - head, attention, head)
@@ -192,9 +193,9 @@ class RoughGap(NamedTuple):
 def rough_prefill_gap(config, n_prompt, batch=1, n_params=None):
     """What the rough 2*B*L*P leaves out and counts too much; `RoughGap`.
 
-    `n_params` is P: n_streamed_parameters unless given, of which an untied embedding is no part.
+    `n_params` is P: n_token_parameters unless given, of which an untied embedding is no part.
     """
-    streamed = formulas.n_streamed_parameters(config)
+    streamed = formulas.n_token_parameters(config)
     n_params = streamed if n_params is None else n_params
     flops = prefill_flops(config, n_prompt, batch)
     exact, rough = sum(flops), formulas.prefill_flops_rough(batch, n_prompt, n_params)

@@ -112,6 +112,38 @@ def decode_load(config, precision, batch, n_prompt, n_steps, experts_touched="ex
     return Load(n_steps, tokens, n_steps, tokens, rows, tuple(attention), tuple(touched))
 
 
+def recompute_load(config, batch, n_prompt, n_forwards):
+    """Load of prefills over n_prompt, n_prompt + 1, ... positions that nothing is cached for: products alone.
+
+    Which bytes are read of the embedding and of experts is not in it, since
+    they are rounded in each forward.
+    """
+    before, last = n_prompt - 1, n_prompt + n_forwards - 1
+    positions, squares = [of(last) - of(before) for of in (_sum, _sum_of_squares)]
+    attention = []
+    for window, _ in layers_by_window(config):
+        kept = _visible_sum(last, window) - _visible_sum(before, window)
+        attention.append(Attention(batch * positions, batch * squares, batch * (squares - kept)))
+    touched = tuple([experts.Touched(0, 0) for _ in experts.projections(config)])
+    return Load(n_forwards, batch * positions, positions, batch * n_forwards, 0, tuple(attention), touched)
+
+
+def _sum(n):
+    return n * (n + 1) // 2
+
+
+def _sum_of_squares(n):
+    return n * (n + 1) * (2 * n + 1) // 6
+
+
+def _visible_sum(longest, window):
+    """Sum over T = 1 ... longest of the pairs that a mask keeps of T x T: 1 + 2 + ... T, no addend above the window."""
+    full = longest if window is None else min(longest, window)
+    more = longest - full  # forwards longer than the window
+    pairs = full * (full + 1) * (full + 2) // 6
+    return pairs + (more * _sum(window) + window * _sum(more) if more else 0)
+
+
 def visible_pairs(n_cached, n_new, window=None):
     """Sum over i = 1 ... n_new of min(window, n_cached + i): (query, key) pairs that a mask keeps."""
     if window is None:

@@ -186,7 +186,7 @@ def _sizes(config, precision):
     return _Sizes(
         resident,
         streamed,
-        n_streamed - formulas.n_parameters(config) + formulas.n_active_parameters(config),
+        formulas.n_token_parameters(config),
         operations.Cost.of(operations.sample_counts(config, precision, 1)),
         expected.model(config, precision, resident, streamed, n_streamed),
     )
@@ -205,12 +205,8 @@ _kv_bytes_held = formulas.kv_bytes_held.__wrapped__  # the numbers are checked, 
 def _prediction(
     config, precision, gpu, prefill, decode, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute
 ):
-    gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
-    engine, sizes = engines.engine(engine, gpu.vendor), _sizes(config, precision)
-    formats = engine.formats(sizes.model.quantised) if compute is None else None
-    compute = compute_format(precision, compute)
-    if formats:  # the fastest, as far as its rate is known
-        compute = max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
+    gpu, engine, compute = device(config, precision, gpu, engine, n_gpus, compute)
+    sizes = _sizes(config, precision)
     peak = gpu.matmul_flops_per_s.get(compute)
     missing = [] if peak else [f"matmul_flops_per_s.{compute}"]
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
@@ -242,6 +238,17 @@ def _prediction(
         memory_bytes_needed=needed,
         request=(config, precision, batch),
     )
+
+
+def device(config, precision, gpu, engine="generic", n_gpus=1, compute=None):
+    """What a request runs on: all devices as one, the engine's profile, and the format whose matmul rate is used."""
+    gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
+    engine = engines.engine(engine, gpu.vendor)
+    formats = engine.formats(_sizes(config, precision).model.quantised) if compute is None else None
+    compute = compute_format(precision, compute)
+    if formats:  # the fastest, as far as its rate is known
+        compute = max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
+    return gpu, engine, compute
 
 
 def compute_format(precision, compute=None):

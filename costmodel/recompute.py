@@ -6,7 +6,7 @@
 import numpy as np
 
 from costmodel import operations
-from costmodel.loads import Attention, Load, layers_by_window
+from costmodel.loads import recompute_load
 from costmodel.search import first_where
 from npinfer import Precision, generate
 from npinfer.checks import whole
@@ -47,22 +47,8 @@ def recompute_needed_flops(config, n_prompt, n_output, batch=1):
     A closed sum, no loop over the forwards.
     """
     n_prompt, n_output, batch = whole("n_prompt", n_prompt), whole("n_output", n_output), whole("batch", batch)
-    before, last = n_prompt - 1, n_prompt + n_output - 1
-    tokens = batch * (last * (last + 1) - before * (before + 1)) // 2
-    attention = []
-    for window, _ in layers_by_window(config):
-        pairs = _visible_pairs_sum(last, window) - _visible_pairs_sum(before, window)
-        attention.append(Attention(0, batch * pairs, 0))  # keys only move bytes, and masked pairs are not needed
-    load = Load(n_output, tokens, batch * n_output, 0, tuple(attention))
+    load = recompute_load(config, batch, n_prompt, n_output)
     return operations.total_counts(config, Precision(), load).needed_flops
-
-
-def _visible_pairs_sum(longest, window):
-    """Sum over T = 1 ... longest of the pairs that a mask keeps of T x T: 1 + 2 + ... T, no addend above the window."""
-    full = longest if window is None else min(longest, window)
-    more = longest - full  # forwards longer than the window
-    pairs = full * (full + 1) * (full + 2) // 6
-    return pairs + (0 if window is None else more * window * (window + 1) // 2 + window * more * (more + 1) // 2)
 
 
 def recompute_doubling_ratio(config, n_prompt, n_output):

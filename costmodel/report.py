@@ -97,8 +97,8 @@ def trace(
         "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, **device) if n_prefix else None,
         "session": caching.session_saving(config, precision, gpus, turns, batch, **device) if turns else None,
         "measured": _measured(start_s, times_s) if model.numeric else None,
-        "explain": _explained(**request, gpus=gpus, compute=compute) if explain else None,
-        "advice": _advice(**request, gpus=gpus, compute=compute) if advise else None,
+        "explain": _explained(**request, gpus=gpus, **device) if explain else None,
+        "advice": _advice(**request, gpus=gpus, **device) if advise else None,
     }
     return report, ledger
 

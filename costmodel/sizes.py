@@ -37,6 +37,17 @@ def n_streamed_parameters(config):
     return n_parameters(config) - sum([table.n_parameters for table in _looked_up(config)])
 
 
+def n_token_parameters(config):
+    """Parameters that a decode step of one sequence reads: `n_streamed_parameters`, of a layer's E experts k.
+
+    P of the textbook's 2*B*L*P: each of them takes part in one product a token.
+
+    >>> n_token_parameters(npinfer.preset("mixtral-8x7b-v0.1"))      # 2 of 8 experts, without the input embedding
+    12748591104
+    """
+    return n_streamed_parameters(config) - (n_parameters(config) - n_active_parameters(config))
+
+
 def weight_bytes(config, precision, streamed=False):
     """Stored bytes of the weights.
 

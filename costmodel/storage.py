@@ -30,7 +30,7 @@ def kv_token_bytes(config, precision):
     """Bytes that one token adds to the cache of one layer: an int8 row has a scale for each part and head."""
     parts, heads, width = config.kv_shape
     scales = parts * heads if precision.kv == "int8" else 0
-    return parts * heads * width * precision.kv.bits // 8 + SCALE_BYTES * scales
+    return parts * heads * (width * precision.kv.bits // 8) + SCALE_BYTES * scales
 
 
 def formats(precision, name, layers, is_matrix):

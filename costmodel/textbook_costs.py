@@ -4,7 +4,7 @@ import numpy as np
 
 from costmodel import formulas, line, recompute
 from costmodel.profiles import gpu
-from costmodel.textbook_rows import FP16, N_OUTPUT, N_PROMPT, example, milliseconds, over, row, run_of
+from costmodel.textbook_rows import FP16, N_OUTPUT, N_PROMPT, aside, example, milliseconds, over, row, run_of, shape_only
 from npinfer import Ledger, ModelConfig, Precision, Transformer, generate
 from npinfer.generate import no_tokens
 
@@ -22,7 +22,16 @@ def two_phases(setting):
             milliseconds(times.ttft_s), note),
         row("TPOT", "ms", "set by decoding", milliseconds(setting.weights_s), milliseconds(times.tpot_s),
             "a step also reads the KV cache, of 1,050 tokens in the mean"),
+        *_learned_positions(setting.config),
     ]  # fmt: skip
+
+
+def _learned_positions(config):
+    """A row on the end of a table of positions: it is not the end of the chapter."""
+    if not config.learned_positions:
+        return []
+    return [row("positions that the model has learned", "tokens", None, None, config.max_context,
+                "rows of longer contexts are of the same shape with a longer table")]  # fmt: skip
 
 
 def autoregression(setting):
@@ -33,7 +42,8 @@ def autoregression(setting):
         row(f"forwards for {N_OUTPUT} tokens", "forwards", "one after another", N_OUTPUT, len(forwards),
             "counted in a run: the prefill gives the first token, each other needs a decode step"),
         row(f"weights read, {N_PROMPT} tokens singly / at once", "", "parallel within a forward",
-            N_PROMPT, one_by_one / at_once, "one pass over the weights serves all positions, embedding rows apart"),
+            N_PROMPT, one_by_one / at_once, "one pass over the weights serves all positions, embedding rows apart"
+            + aside(setting.config, experts="; many tokens touch more experts than one")),
     ]  # fmt: skip
 
 
@@ -57,7 +67,7 @@ def kv_cache(setting):
     config, per_token = setting.config, formulas.kv_bytes_per_token(setting.config, FP16)
     cached = run_of(config)
     with Ledger() as recomputed:
-        recompute.generate_without_cache(Transformer.shape_only(config), no_tokens((1, N_PROMPT)), N_OUTPUT)
+        recompute.generate_without_cache(shape_only(config), no_tokens((1, N_PROMPT)), N_OUTPUT)
     without, with_ = [ledger.total().kv_bytes_written // per_token for ledger in (recomputed, cached)]
     history = sum(range(N_PROMPT, N_PROMPT + N_OUTPUT))
     once = N_PROMPT + N_OUTPUT - 1
@@ -71,7 +81,8 @@ def kv_cache(setting):
             (N_OUTPUT - 1) * formulas.kv_bytes_read(config, FP16, N_PROMPT + N_OUTPUT // 2),
             cached.total(phase="decode").kv_bytes_read),
         row("FLOPs without a cache / with it", "", None, history / once, flops[0] / flops[1],
-            "formula: linear layers at every position; the head runs for one position of a forward, attention is added"),
+            "formula: linear layers at every position; the head runs for one position of a forward, attention is added"
+            + aside(config, latent="; every step expands all latents")),
         *_growth(config),
         _equal_tokens(),
     ]  # fmt: skip
@@ -110,14 +121,17 @@ def bounds(setting):
         for phase in (prediction.prefill, prediction.decode)
     ]
     first = None if prediction.ridge is None else prediction.ridge / per_token
+    spread = aside(setting.config, experts="; an expert serves only the tokens that choose it")
     return [
         row(f"intensity of a prefill of {N_PROMPT} tokens", "FLOP/B", "compute-bound", per_token * N_PROMPT,
-            prediction.prefill.intensity, f"{verdicts[0]}; KV and embedding rows are moved besides the weights"),
-        row("intensity of decoding", "FLOP/B", "bandwidth-bound", per_token, prediction.decode.intensity, verdicts[1]),
+            prediction.prefill.intensity, f"{verdicts[0]}; KV and embedding rows are moved besides the weights{spread}"),
+        row("intensity of decoding", "FLOP/B", "bandwidth-bound", per_token, prediction.decode.intensity,
+            verdicts[1] + aside(setting.config, latent="; a step expands every cached latent")),
         row("ridge", "FLOP/B", None, over(setting.peak, setting.gpu.memory_bytes_per_s),
             prediction.ridge, f"peak / bandwidth of {setting.gpu.name}"),
         row("prompt from which prefill is compute-bound", "tokens", None, first,
-            line.compute_bound_n_prompt(setting.config, FP16, setting.gpu), "the rule of thumb fails for shorter prompts"),
+            line.compute_bound_n_prompt(setting.config, FP16, setting.gpu),
+            f"the rule of thumb fails for shorter prompts{spread}"),
     ]  # fmt: skip
 
 
@@ -186,7 +200,7 @@ def tpot_floor(setting):
 
 
 def flops(setting):
-    config, n_params = setting.config, formulas.n_streamed_parameters(setting.config)
+    config, n_params = setting.config, formulas.n_token_parameters(setting.config)
     a100, peak = gpu("a100-sxm-80gb").matmul_flops_per_s["fp16"], setting.peak
     rows = [
         row("effective rate at eta 0.6", "TFLOP/s", 187.2, formulas.effective_flops_per_s(312e12, 0.6) / 1e12,
@@ -198,7 +212,10 @@ def flops(setting):
     for n_prompt in LENGTHS:
         rows += _gap_rows(config, n_prompt, n_params, "2*B*L*P")
     if not config.tie_embeddings:
-        rows += _gap_rows(config, LENGTHS[0], formulas.n_parameters(config), "2*B*L*P of all parameters")
+        of_token = " of a token" if config.experts else ""
+        rows += _gap_rows(config, LENGTHS[0], formulas.n_active_parameters(config), f"2*B*L*P of all parameters{of_token}")
+    if config.experts:
+        rows.append(_all_experts(config, LENGTHS[0]))
     rough = formulas.decode_flops_rough(1, N_OUTPUT, n_params)
     exact = run_of(config).total(phase="decode").needed_flops
     rows.append(row(f"2*B*C*P, C = {N_OUTPUT}", "TFLOP", None, rough / 1e12, exact / 1e12,
@@ -222,6 +239,15 @@ def _gap_rows(config, n_prompt, n_params, name):
         share = flops and over(flops, gap.difference or None)
         rows.append(row(f"share of the difference: {part}", "", None, None, share, f"{flops:+,} FLOPs: {why}"))
     return rows
+
+
+def _all_experts(config, n_prompt):
+    """The rough FLOPs with every expert in P."""
+    rough = formulas.prefill_flops_rough(1, n_prompt, formulas.n_streamed_parameters(config))
+    exact = sum(line.prefill_flops(config, n_prompt))
+    used = f"a token uses {config.experts.n_active} of {config.experts.n_experts} experts"
+    return row(f"2*B*L*P of all experts, L = {n_prompt}", "TFLOP", None, rough / 1e12, exact / 1e12,
+               f"formula {rough / exact - 1:+.2%}: {used}")  # fmt: skip
 
 
 def lower_bounds(setting):

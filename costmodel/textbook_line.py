@@ -3,7 +3,7 @@
 from costmodel import formulas
 from costmodel import line as lines
 from costmodel.textbook_costs import LENGTHS
-from costmodel.textbook_rows import FP16, N_OUTPUT, N_PROMPT, milliseconds, over, row
+from costmodel.textbook_rows import FP16, N_OUTPUT, N_PROMPT, aside, milliseconds, over, row
 from npinfer import Precision
 
 SWEEP = [N_OUTPUT * 2**i for i in range(5)]
@@ -28,7 +28,8 @@ def line(setting):
         row("last step of the sweep / first, less 1", "", None, 0, bend,
             "each step reads one more token's KV than the one before"),
         row("context from which a step takes 10 % longer", "tokens", None, _bend_by_weights(setting), bends,
-            f"than the first after {N_PROMPT}; formula: 10 % of the weights' bytes as KV"),
+            f"than the first after {N_PROMPT}; formula: 10 % of the weights' bytes as KV"
+            + aside(config, latent="; a step expands every cached latent, which takes FLOPs")),
         row("prompt from which b exceeds 10 k", "tokens", None, _ten_k(setting),
             lines.breakeven_n_prompt(config, FP16, gpu),
             f"floors of {gpu.name}; formula: 2*L*P FLOPs against 10 passes over the weights"),
@@ -53,7 +54,8 @@ def _ttft_rows(setting):
             milliseconds(setting.floor(n_prompt).ttft_s), _ttft_note(setting, n_prompt))
         for n_prompt in LENGTHS
     ]  # fmt: skip
-    by_parameters = EXCESS * formulas.n_streamed_parameters(config) / (config.n_layers * config.n_heads * config.head_dim)
+    width = config.n_heads * (config.head_dim + config.value_dim) / 2  # of queries and keys, and of values
+    by_parameters = EXCESS * formulas.n_token_parameters(config) / (config.n_layers * width)
     rows.append(row("prompt from which attention adds 10 %", "tokens", None, by_parameters,
                     lines.attention_n_prompt(config, EXCESS), "to the projections' FLOPs; formula: P with the head in it"))  # fmt: skip
     return rows

@@ -1,5 +1,6 @@
 """What the rows of the textbook are made of: the row, the chapter's example, and the setting of the rest."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class Setting(NamedTuple):
 
     def rough_prefill_s(self, n_prompt, eta=1.0):
         """Seconds of the chapter's 2*B*L*P FLOPs."""
-        return self.flops_s(formulas.prefill_flops_rough(1, n_prompt, formulas.n_streamed_parameters(self.config)), eta)
+        return self.flops_s(formulas.prefill_flops_rough(1, n_prompt, formulas.n_token_parameters(self.config)), eta)
 
     def floor(self, n_prompt=N_PROMPT, n_output=N_OUTPUT, n_cached=0, precision=FP16):
         """`Level` of the floor of a request."""
@@ -107,12 +108,24 @@ def example():
     return Setting.of()
 
 
+def shape_only(config):
+    """A model without data; a table of learned positions is made long enough for the chapter's request."""
+    if config.learned_positions:
+        config = replace(config, max_context=max(config.max_context, N_PROMPT + N_OUTPUT))
+    return Transformer.shape_only(config)
+
+
 @lru_cache(maxsize=8)
 def run_of(config):
     """The ledger of a shape-only run of the chapter's request."""
     with Ledger() as ledger:
-        generate(Transformer.shape_only(config), no_tokens((1, N_PROMPT)), N_OUTPUT)
+        generate(shape_only(config), no_tokens((1, N_PROMPT)), N_OUTPUT)
     return ledger
+
+
+def aside(config, experts="", latent=""):
+    """What a note adds for a model that has experts, or latents."""
+    return (experts if config.experts else "") + (latent if config.latent else "")
 
 
 def over(a, b):

@@ -72,6 +72,11 @@ def _sum(terms, form):
     return text + "".join([f" {'-' if sign < 0 else '+'} {product}" for sign, product in others])
 
 
+def _without(factor, factors):
+    at = factors.index(factor)
+    return factors[:at] + factors[at + 1 :]
+
+
 class Traced(Symbol):
     """A number and the expression that gave it.
 
@@ -98,7 +103,8 @@ class Traced(Symbol):
         return cls(value, {(Factor(*factor),): coefficient})
 
     @classmethod
-    def _of(cls, number):
+    def of(cls, number):
+        """A number as one that is traced; a plain one is its own text."""
         if isinstance(number, Traced):
             return number
         if isinstance(number, int) or not number:
@@ -119,7 +125,7 @@ class Traced(Symbol):
         return operator.index(self.value)
 
     def __add__(self, other):
-        other, terms = self._of(other), dict(self.terms)
+        other, terms = self.of(other), dict(self.terms)
         for factors, coefficient in other.terms.items():
             terms[factors] = terms.get(factors, 0) + coefficient
         return Traced(self.value + other.value, {factors: c for factors, c in terms.items() if c})
@@ -136,7 +142,7 @@ class Traced(Symbol):
         return -self + other
 
     def __mul__(self, other):
-        other, terms = self._of(other), {}
+        other, terms = self.of(other), {}
         for mine, a in self.terms.items():
             for theirs, b in other.terms.items():
                 factors = tuple(sorted(mine + theirs))
@@ -146,22 +152,32 @@ class Traced(Symbol):
     __rmul__ = __mul__
 
     def __truediv__(self, other):
-        return self._quotient(self.value / self._of(other).value, other)
+        return self._quotient(self.value / self.of(other).value, other)
 
     def __rtruediv__(self, other):
-        return self._of(other) / self
+        return self.of(other) / self
 
     def _quotient(self, value, other, rounding=""):
-        other = self._of(other)
+        other = self.of(other)
         texts = [f"{self._enclosed(form)} / {other._enclosed(form, alone=True)}" for form in (NAMES, VALUES)]
         return self._one(value, _MADE, *[f"{rounding}({text})" if rounding else text for text in texts])
 
+    def __pow__(self, other):
+        texts = [f"{self._enclosed(form, alone=True)} ** {other._enclosed(form, alone=True)}" for form in (NAMES, VALUES)]
+        return self._one(self.value**other.value, _MADE, *texts)
+
+    def __round__(self):
+        return self._one(round(self.value), _MADE, *[f"round({self.text(form)})" for form in (NAMES, VALUES)])
+
     def __floordiv__(self, divisor):
+        if isinstance(divisor, Traced):  # one name, which every term has
+            ((shared,),) = divisor.terms
+            return Traced(self.value // divisor.value, {_without(shared, factors): c for factors, c in self.terms.items()})
         value, rest = divmod(self.value, divisor)
-        if divisor == 8 and not rest and len(self.terms) == 1:  # bits to bytes
-            ((factors, bits),) = self.terms.items()
-            width = Factor(_BYTES, f"{abs(bits) / 8:g} B", f"{abs(bits) / 8:g}")
-            return Traced(value, {(*factors, width): 1 if bits > 0 else -1})
+        if divisor == 8 and not rest and self.terms:  # bits to bytes
+            bits = gcd(*self.terms.values())
+            width = Factor(_BYTES, f"{bits / 8:g} B", f"{bits / 8:g}")
+            return Traced(value, {(*factors, width): c // bits for factors, c in self.terms.items()})
         shared = gcd(divisor, *self.terms.values())
         reduced = Traced(self.value // shared, {factors: c // shared for factors, c in self.terms.items()})
         divisor //= shared
@@ -174,7 +190,7 @@ class Traced(Symbol):
     def __array_ufunc__(self, ufunc, method, a, b):
         """The smaller or the larger of two numbers, which NumPy is asked for."""
         name = {np.minimum: "min", np.maximum: "max"}[ufunc]
-        a, b = self._of(a), self._of(b)
+        a, b = self.of(a), self.of(b)
         value = {"min": min, "max": max}[name](a.value, b.value)
         for zero, other in ((a, b), (b, a)):
             if not zero.terms and other.value >= 0 and name == "min":
@@ -184,13 +200,13 @@ class Traced(Symbol):
         return self._one(value, _MADE, *[f"{name}({a.text(form)}, {b.text(form)})" for form in (NAMES, VALUES)])
 
     def __lt__(self, other):
-        return self.value < self._of(other).value
+        return self.value < self.of(other).value
 
     def __le__(self, other):
-        return self.value <= self._of(other).value
+        return self.value <= self.of(other).value
 
     def __gt__(self, other):
-        return self.value > self._of(other).value
+        return self.value > self.of(other).value
 
     def __ge__(self, other):
-        return self.value >= self._of(other).value
+        return self.value >= self.of(other).value

@@ -17,7 +17,7 @@ from costmodel.recompute import (
 )
 from costmodel.search import first_where
 from npinfer import InputError, Ledger, Precision, Transformer, UnknownName, generate, preset
-from strategies import FP32, T1, batches, configs, some_tokens
+from strategies import FP32, T1, any_configs, batches, configs, some_tokens
 
 MISTRAL, FP16, RTX = preset("mistral-7b"), Precision(), "rtx-4090"
 WINDOW = preset("mistral-7b-v0.1")  # the same shape, window 4096
@@ -42,7 +42,7 @@ def test_the_first_that_holds(threshold, limit, start):
 # ---- without a cache
 
 
-@given(configs(), batches, st.integers(1, 6), st.integers(1, 6))
+@given(configs() | any_configs(), batches, st.integers(1, 6), st.integers(1, 6))
 def test_flops_without_a_cache_are_those_of_a_run(config, batch, n_prompt, n_output):
     with Ledger() as ledger:
         generate_without_cache(Transformer.shape_only(config), some_tokens(config, batch, n_prompt), n_output)
@@ -137,7 +137,7 @@ def test_lengths_by_hand():
     assert line.attention_n_prompt(WINDOW, 0.16) is None
 
 
-@given(configs(), batches, st.integers(1, 12))
+@given(configs() | any_configs(), batches, st.integers(1, 12))
 def test_prefill_flops_by_part(config, batch, n_prompt):
     flops = line.prefill_flops(config, n_prompt, batch)
     assert sum(flops) == formulas.forward_counts(config, FP16, batch, 0, n_prompt).needed_flops
@@ -155,6 +155,23 @@ def test_the_gap_of_the_rough_flops_is_the_sum_of_its_parts(config, batch, n_pro
     assert gap.vectors == -2 * batch * n_prompt * (2 * config.n_layers + 1) * config.d_model
     table = all_parameters and not config.tie_embeddings
     assert gap.embedding == -2 * batch * n_prompt * table * config.d_model * config.vocab_size
+
+
+@given(any_configs(), batches, st.integers(1, 12))
+def test_the_gap_leaves_out_experts_that_a_token_does_not_use(config, batch, n_prompt):
+    gap = line.rough_prefill_gap(config, n_prompt, batch)
+    assert gap.difference == gap.exact - gap.rough == sum(gap[3:])
+    assert gap.exact == formulas.forward_counts(config, FP16, batch, 0, n_prompt).needed_flops
+    each_norm = config.d_model * (1 + (config.norm == "layer"))
+    assert gap.vectors <= -2 * batch * n_prompt * each_norm and gap.embedding == 0
+
+
+def test_parameters_of_a_token():
+    # Of Mixtral's 46,702,792,704, 32 layers have 6 of 8 experts idle, three matrices of 14,336 x 4,096 each, and the
+    # embedding is looked up.
+    idle = 32 * 6 * 3 * 14_336 * 4_096
+    assert formulas.n_token_parameters(preset("mixtral-8x7b-v0.1")) == 46_702_792_704 - idle - 32_000 * 4_096
+    assert formulas.n_token_parameters(MISTRAL) == 7_110_660_096
 
 
 def test_without_a_rate_only_what_needs_none_is_known():

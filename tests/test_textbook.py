@@ -301,6 +301,27 @@ def test_every_model_has_a_chapter():
         assert len(chapter(Setting.of(name, "a100-sxm-80gb"))) >= 110
 
 
+def test_rows_of_experts():
+    rows = {row.quantity: row for row in chapter(Setting.of("mixtral-8x7b-v0.1"))}
+    once, idle = 46_702_792_704 - 32_000 * 4096, 32 * 6 * 3 * 14_336 * 4096
+    assert rows["2*B*L*P, L = 1024"].formula == 2 * 1024 * (once - idle) / 1e12
+    all_experts = rows["2*B*L*P of all experts, L = 128"]
+    assert all_experts.formula == 2 * 128 * once / 1e12
+    assert all_experts.exact == rows["2*B*L*P, L = 128"].exact and "2 of 8 experts" in all_experts.note
+    # Singly a token reads 2 experts of 8, 1000 at once read all: far less than 1000 times.
+    weights = rows["weights read, 1000 tokens singly / at once"]
+    assert weights.exact == pytest.approx(1000 * (once - idle) / once, rel=1e-3)
+    assert "more experts" in weights.note
+
+
+def test_learned_positions_end_before_the_chapter_does():
+    rows = chapter(Setting.of("gpt-2"))
+    (learned,) = [row for row in rows if row.quantity == "positions that the model has learned"]
+    assert learned.exact == 1024 and "longer table" in learned.note
+    assert [row.exact for row in rows if row.quantity == "K and V rows computed with it"] == [1099]
+    assert not [row for row in ROWS if row.quantity == learned.quantity]
+
+
 @pytest.mark.parametrize("eta", [0, -0.1, 1.01, float("nan")])
 def test_an_efficiency_that_cannot_be(eta):
     with pytest.raises(InputError, match="efficiency is .*expected above 0 and at most 1"):

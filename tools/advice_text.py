@@ -92,7 +92,10 @@ def _throughput(advice):
         verdict = f"{factor:.2f} times as much done in a second"
         verdict += "" if lever["gain"] else ", no gain" if lever["fits"] else " if it did fit"
     rows = _rows("now", advice["now"]) + _rows(lever["lever"] + _room(lever), lever)
-    return f"throughput, {lever['lever']}: {verdict}, by the {level}\n" + table(rows, _HEADERS)
+    verdict += f", by the {level}"
+    if "expert_share" in lever:
+        verdict += "; a step touches {:.1%} of the experts now, then {:.1%}".format(*lever["expert_share"])
+    return f"throughput, {lever['lever']}: {verdict}\n" + table(rows, _HEADERS)
 
 
 _HEADERS = ("", "level", "TTFT", "TPOT", "latency", "tokens/s", "in total", "saved", "")
@@ -103,8 +106,6 @@ def _rows(name, levels):
     rows = []
     for level in LEVELS:
         figures = levels[level]
-        if figures is None:
-            continue
         saved, share = figures.get("saved_s"), figures.get("saved_share")
         rows.append(
             [
