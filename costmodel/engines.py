@@ -39,8 +39,8 @@ class Engine:
     products: dict
     source: str
     slow_stream: str = ""
-    prefill_layer: list = field(default_factory=list)
     sparse_layer: list = field(default_factory=list)
+    request: list = field(default_factory=list)
     compute: dict = field(default_factory=dict)
     score: str = ""
     score_byte: str = ""

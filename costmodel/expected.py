@@ -133,7 +133,7 @@ def amounts(engine, gpu, compute, work):
     if model.n_sparse:
         found += [(name, model.n_sparse * forwards * pieces) for name in engine.sparse_layer]
     if not work.decode:
-        found += [(name, model.n_layers * forwards) for name in engine.prefill_layer]
+        found += [(name, forwards) for name in engine.request]
     if products:
         for name in _products(engine, gpu, compute):
             per_s = gpu.vector_flops_per_s if parameters()[name].per == "vector" else gpu.matmul_flops_per_s.get(compute)
@@ -164,6 +164,7 @@ _BOUNDS = {
     "vector": "compute",
     "score": "compute",
     "layer": "launches",
+    "request": "launches",
 }
 
 

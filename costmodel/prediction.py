@@ -244,11 +244,10 @@ def device(config, precision, gpu, engine="generic", n_gpus=1, compute=None):
     """What a request runs on: all devices as one, the engine's profile, and the format whose matmul rate is used."""
     gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
     engine = engines.engine(engine, gpu.vendor)
-    formats = engine.formats(_sizes(config, precision).model.quantised) if compute is None else None
-    compute = compute_format(precision, compute)
-    if formats:  # the fastest, as far as its rate is known
-        compute = max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
-    return gpu, engine, compute
+    if engine.compute and compute is None:  # the fastest that it has kernels for, as far as its rate is known
+        formats = engine.formats(_sizes(config, precision).model.quantised)
+        return gpu, engine, max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
+    return gpu, engine, compute_format(precision, compute)
 
 
 def compute_format(precision, compute=None):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodel.prediction import predict
+from npinfer.errors import InputError
 
 LEVELS = ("floor", "roofline", "expected")
 N_WORST = 10
@@ -96,10 +97,15 @@ def validate(measurements, skipped):
     """
     groups, outcomes = {}, []
     for measurement in measurements:
-        each = outcome(measurement)
+        name = measurement.row.get("id", "").strip()
+        try:
+            each = outcome(measurement)
+        except InputError as error:
+            skipped = [*skipped, (name, str(error))]
+            continue
         if all([value is None for value in each.levels.values()]):
             reason = f"{measurement.gpu.name} has no rate that the prediction needs"
-            skipped = [*skipped, (measurement.row.get("id", ""), reason)]
+            skipped = [*skipped, (name, reason)]
             continue
         outcomes.append(each)
         batch = "1" if measurement.request["batch"] == 1 else ">1"

@@ -32,7 +32,7 @@ def test_the_expected_level_is_the_sum_that_is_fitted(rows):
 
 def test_known_parameters_are_found_again(rows):
     names, table = rows
-    made = {name: 1e-4 if "layer" in name or "prefill" in name else 1e-9 if "score_" in name else 1.5 for name in names}
+    made = {name: 1e-4 if "layer" in name or "request" in name else 1e-9 if "score_" in name else 1.5 for name in names}
     table = [row._replace(measured_s=row.fixed_s + sum(made[name] * amount for name, amount in row.amounts.items())) for row in table]
     found = calibration.fit(table, names)
     again = [row.fixed_s + sum(found[name] * amount for name, amount in row.amounts.items()) for row in table]

@@ -53,7 +53,7 @@ def test_attention_can_be_said_to_be_fused_or_not():
 
 @pytest.mark.parametrize("parameter", PARAMETERS.values(), ids=lambda parameter: parameter.name)
 def test_every_parameter_reads_as_physics(parameter):
-    assert parameter.per in {"stream", "matrix", "vector", "layer", "score", "score_byte"}
+    assert parameter.per in {"stream", "matrix", "vector", "layer", "request", "score", "score_byte"}
     assert parameter.value > 0 and parameter.unit and len(parameter.meaning) > 10
     assert parameter.fixed or (parameter.rows >= 4 and parameter.devices >= 2)
     if parameter.per in ("stream", "matrix"):
@@ -63,7 +63,7 @@ def test_every_parameter_reads_as_physics(parameter):
 
 def _used(table):
     products = [name for names in table.products.values() for name in names]
-    layers = [*table.layer, *table.prefill_layer, *table.sparse_layer]
+    layers = [*table.layer, *table.sparse_layer, *table.request]
     return {table.stream, table.slow_stream, *layers, *products, table.score, table.score_byte} - {""}
 
 
@@ -119,6 +119,34 @@ def test_a_prefill_of_2024_by_hand():
         + phase.needed_flops * (1 / 142.3e12 + value("vector_fp16") / 35.58e12)
     )
     assert whole.expected.ttft_s == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_a_prefill_with_experts_by_hand():
+    """gpt-oss-20b, 1000 tokens, 4 of 32 experts each: dense weights again for each of 8 tiles, experts' for each of 2 pieces."""
+    config = preset("gpt-oss-20b")
+    whole = predict(config, Q4, "rtx-3090", n_prompt=1000, n_output=1, engine="llama.cpp")
+    phase, one = whole.prefill, formulas.weight_bytes(config, Q4, streamed=True)
+    # all experts are touched by 1000 tokens: 24 layers of 32 * 3 * 2880 * 2880 weights at 4.5 bits, and biases of 3 * 2880 fp16
+    touched = 24 * 32 * (3 * 2880 * 2880 * 9 // 16 + 3 * 2880 * 2)
+    moved = sum(cost[3] for cost in phase.costs) + 7 * (one - touched // 8) + touched
+    by_hand = (
+        value("stream") * moved / 936.2e9
+        + 2 * 24 * (value("layer_cuda") + value("layer_experts"))
+        + value("vector_int8") * phase.needed_flops / 35.58e12
+    )
+    assert whole.expected.ttft_s == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_a_request_to_a_server_waits_once():
+    """TTFT on an H100: bytes, products, layers, and the server's own time."""
+    whole = predict(LLAMA3, FP16, "h100-sxm", n_prompt=1000, n_output=1, engine="vllm")
+    by_hand = (
+        value("stream") * sum(cost[3] for cost in whole.prefill.costs) / 3350e9
+        + value("matrix_share") * whole.prefill.needed_flops / 989.4e12
+        + 32 * value("layer_graph")
+        + value("request_graph")
+    )
+    assert whole.expected.ttft_s == pytest.approx(by_hand, rel=1e-3)
 
 
 def test_a_stream_is_slower_on_hbm_and_before_ampere():

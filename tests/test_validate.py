@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from costmodel import measurements, predict, validation
-from costmodel.measurements import COLUMNS, engine_name, gpu_name, model_config, weight_bits
+from costmodel import formulas, measurements, predict, validation
+from costmodel.measurements import COLUMNS
+from costmodel.published import engine_name, gpu_name, model_config, weight_bits
 from npinfer import InputError, Precision, preset
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +66,23 @@ def test_weight_bits_by_the_rows_own_columns(cells, bits):
     assert weight_bits(row, preset("llama-2-7b")) == pytest.approx(bits, rel=1e-12)
 
 
+def test_experts_in_mxfp4_leave_the_rest_of_the_file_to_the_rest():
+    """gpt-oss-20b: of 20,914,757,184 parameters 24 layers * 32 experts * 3 matrices of 2880 * 2880 take 17 bytes for 32."""
+    config = preset("gpt-oss-20b")
+    row = ROW | {"shape": "gpt-oss-20b", "quant": "MXFP4", "weight_file_gib": "11.27"}
+    precision = measurements._measurement(row).precision
+    n_experts = 24 * 32 * 3 * 2880 * 2880
+    assert precision.bits_per_weight == pytest.approx(
+        (8 * 11.27 * 2**30 - 4.25 * n_experts) / (20_914_757_184 - n_experts), rel=1e-12
+    )
+    assert formulas.weight_bytes(config, precision) == pytest.approx(11.27 * 2**30, rel=2e-3)  # gains and biases have 16 bits
+    # A token's 4 of 32 experts, and everything else but the embedding, which has a head beside it.
+    streamed = n_experts // 8 * 17 // 32 + precision.bits_per_weight / 8 * (20_914_757_184 - n_experts - 201_088 * 2880)
+    assert formulas.weight_bytes(config, precision, streamed=True) == pytest.approx(streamed, rel=5e-3)
+    with pytest.raises(InputError, match="weights beside MXFP4 experts would take"):
+        measurements._measurement(row | {"weight_file_gib": "5"})
+
+
 def test_a_format_without_a_size_is_refused():
     with pytest.raises(InputError, match="quant 'int4wo-64 \\(bfloat16\\)' does not say how many bits"):
         weight_bits({"quant": "int4wo-64 (bfloat16)"}, preset("llama-2-7b"))
@@ -87,6 +105,21 @@ def test_device_names(device, name):
 ])  # fmt: skip
 def test_engine_names(cells, name):
     assert engine_name(cells) == name
+
+
+@pytest.mark.parametrize(("name", "known"), [
+    ("Meta-Llama-3-8B-Instruct", "llama-3-8b"), ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"), ("Llama 2 70B Chat", "llama-2-70b"),
+    ("Gemma-3-4B (text)", "gemma-3-4b"), ("gemma-3-4b-it", "gemma-3-4b"), ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+    ("Mixtral-8x7B-v0.1", "mixtral-8x7b-v0.1"), ("gpt-oss-120b", "gpt-oss-120b"), ("GPT-2 (124M)", "gpt-2"), ("GPT-2 XL", "gpt-2-xl"),
+])  # fmt: skip
+def test_names_of_one_shape(name, known):
+    assert model_config(name) == preset(known)
+
+
+@pytest.mark.parametrize("name", ["Llama-3-8", "Llama-2-8B", "GPT-J-6B", "Mistral-7B-v0.2", "instruct", ""])
+def test_a_shape_that_is_not_known_is_not_guessed(name):
+    with pytest.raises(InputError, match="no model"):
+        model_config(name)
 
 
 def test_model_names():
@@ -196,6 +229,7 @@ def test_json_and_csv_and_output(tmp_path, sample):
     ({"value": "nan"}, "value is nan"), ({"value": "inf"}, "value is inf"), ({"value": ""}, "value is empty"),
     ({"batch": ""}, "batch is empty"), ({"batch": "0"}, "batch is 0"), ({"batch": "1.5"}, "batch is 1.5, expected a whole number"),
     ({"context_start": "-1"}, "context_start is -1, expected a number of 0 or more"),
+    ({"batch": "9999999999999"}, "batch is 9999999999999, expected at most 1000000000000"),
     ({"context_start": "4k"}, "context_start is '4k'"), ({"weight_file_gib": "3.56 GiB"}, "weight_file_gib is '3.56 GiB'"),
     ({"weight_file_gib": "3560"}, "the weights would take 4.54e\\+03 bits each"), ({"kv_dtype": "q5_1"}, "kv_dtype is 'q5_1'"),
     ({"metric": "ttft_ms"}, "prompt_tokens is 0: a prefill of unknown length"),
@@ -211,6 +245,22 @@ def test_a_row_that_cannot_be_read_is_skipped_with_its_reason(validated, cells, 
     assert [group["rows"] for group in result["groups"]] == [1, 1]
 
 
+def test_a_column_that_is_unknown_is_not_passed_over(tmp_path):
+    """What stands in it may change what the row says; an empty cell says nothing."""
+    columns = (*COLUMNS, "contxt_start")
+    path = write(tmp_path / "rows.csv", ROW, ROW | {"id": "r2", "contxt_start": "512"}, columns=columns)
+    usable, skipped = measurements.read(path)
+    assert [each.row["id"] for each in usable] == ["r1"]
+    assert skipped == [("r2", "column 'contxt_start' is unknown, did you mean context_start?")]
+
+
+def test_a_column_that_is_there_twice_says_nothing(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join([*ROW, "value"]) + "\n" + ",".join([*ROW.values(), "131"]) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="r1: column value is there 2 times"):
+        measurements.read(path)
+
+
 def test_a_line_with_too_few_cells_is_skipped(tmp_path):
     path = write(tmp_path / "rows.csv", ROW)
     with open(path, "a", encoding="utf-8") as file:
@@ -220,8 +270,8 @@ def test_a_line_with_too_few_cells_is_skipped(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (None, "cannot be read"), ("", "nothing in it can be predicted; column batch, context_start"),
-    ("id,device\n", "column batch, .* is missing"),
+    (None, "cannot be read"), ("", "nothing in it can be predicted; column model, device, batch, prompt_tokens"),
+    ("id,device\n", "column model, batch, .* is missing"),
     (",".join(COLUMNS) + ",contxt_start\n" + "," * len(COLUMNS) + "x\n", "column 'contxt_start' is unknown, did you mean context_start?"),
     (",".join(COLUMNS) + "\n", "it has no rows"),
     (",".join(COLUMNS) + "\n" + "x," * (len(COLUMNS) - 1) + "C\n", "x: metric 'x' is not predicted"),
