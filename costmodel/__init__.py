@@ -6,22 +6,26 @@
 
 Read tensors (what a model weighs), loads, forms and operations (counts as
 formulas), formulas (the public closed forms), profiles (GPUs), prediction (from
-counts to seconds), then caching (what reuse saves), line (what makes latency a
-line, and where it bends), textbook (the chapter's claims, each computed),
-explain (formulas that print themselves) and advice (what to change first).
+counts to seconds: levels), engines and expected (what a real engine adds), then
+caching (what reuse saves), line (what makes latency a line, and where it bends),
+textbook (the chapter's claims, each computed), explain (formulas that print
+themselves) and advice (what to change first).
 """
 
 from costmodel import formulas, line
 from costmodel.caching import breakeven_prefix_tokens, cached_ttft_s
+from costmodel.engines import Engine, engine
 from costmodel.prediction import Prediction, predict, predict_from
 from costmodel.profiles import GPU, ProfileError, gpu, gpus
 
 __all__ = [
+    "Engine",
     "GPU",
     "Prediction",
     "ProfileError",
     "breakeven_prefix_tokens",
     "cached_ttft_s",
+    "engine",
     "formulas",
     "gpu",
     "gpus",

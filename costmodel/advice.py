@@ -6,6 +6,9 @@ what the numbers do not call a gain is listed apart, with its figures.  Time is
 latency_exact_s, what a request takes, or the decode's where the GPU has no
 matmul rate to time a prefill by.
 
+The roofline ranks, not the expected level: it is worked from counts alone, and
+what a profile says of two engines or formats may differ by less than its error.
+
 Read `costmodel.levers` (what can be changed), then `advise`.
 """
 
@@ -24,13 +27,10 @@ LEVER_BATCH = 8
 
 
 def _figures(request, prediction):
-    """Level -> its times, and the tokens per second of all sequences together; None for a level there is not."""
+    """Level -> its times, and the tokens per second of all sequences together."""
     figures = {}
     for name in LEVELS:
         level = getattr(prediction, name)
-        if level is None:
-            figures[name] = None
-            continue
         rate = level.tokens_per_s
         figures[name] = {field: getattr(level, field) for field in LEVEL_FIELDS}
         figures[name]["total_tokens_per_s"] = None if rate is None else request.batch * rate
@@ -50,12 +50,13 @@ def _effect(lever):
     before, levels = _figures(lever.before, lever.before.predict()), _figures(lever.after, prediction)
     whole = lever.before.peak is not None
     for name, figures in levels.items():
-        if figures is not None:
-            was, is_ = [_seconds(f, lever.before.n_output, whole) for f in (before[name], figures)]
-            figures["saved_s"] = None if was is None else was - is_
-            figures["saved_share"] = None if was is None else (was - is_) / was
-    saved = [figures["saved_s"] for figures in levels.values() if figures is not None]
-    gains = prediction.fits and None not in saved and min(saved) >= 0 and levels[RANKED_BY]["saved_share"] >= LEAST_SHARE
+        was, is_ = [_seconds(f, lever.before.n_output, whole) for f in (before[name], figures)]
+        known = None not in (was, is_)
+        figures["saved_s"] = was - is_ if known else None
+        figures["saved_share"] = (was - is_) / was if known else None
+    saved = [figures["saved_s"] for figures in levels.values()]
+    saved = [seconds for seconds in saved if seconds is not None]
+    gains = prediction.fits and min(saved, default=-1) >= 0 and (levels[RANKED_BY]["saved_share"] or 0) >= LEAST_SHARE
     return {
         "lever": lever.name,
         "gain": gains,
@@ -92,7 +93,7 @@ def _throughput(now):
     effect = _effect(Lever(f"batch {LEVER_BATCH}", now, now._replace(batch=LEVER_BATCH)))
     times = []
     for level in LEVELS:
-        if effect[level] is not None and effect[level]["saved_share"] is not None:
+        if effect[level]["saved_share"] is not None:
             times.append(LEVER_BATCH / now.batch / (1 - effect[level]["saved_share"]))
             effect[level]["throughput_factor"] = times[-1]
     if now.config.experts:
@@ -126,7 +127,7 @@ def _phases(prediction, n_steps):
     levels = {name: getattr(prediction, name) for name in LEVELS}
     return {
         name: {
-            "bound": {level: getattr(of, f"{name}_bound") for level, of in levels.items() if of is not None},
+            "bound": {level: getattr(of, f"{name}_bound") for level, of in levels.items()},
             "flops_per_byte": phase.intensity,
             "of_ridge": None if prediction.ridge is None else phase.intensity / prediction.ridge,
         }
@@ -153,7 +154,7 @@ def _breakeven(now):
     }
 
 
-def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
+def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None, engine="generic", n_gpus=1):
     """What dominates a request, what bounds it, and what each lever would change.
 
     Parameters
@@ -170,7 +171,7 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
         saved, and "no_gain"; "throughput", batch 8; "next_turn", a session
         cache; "left_out" with reasons.
     """
-    now = Request(config, precision, gpu_profile(gpu), n_prompt, n_output, batch, 0, compute)
+    now = Request(config, precision, gpu_profile(gpu), n_prompt, n_output, batch, 0, engine, n_gpus, compute)
     prediction = now.predict()
     figures, crossing = _figures(now, prediction), _breakeven(now)
     known = list(levers(now))
@@ -188,7 +189,7 @@ def advise(config, precision, gpu, n_prompt, n_output, batch=1, compute=None):
         "gpu": now.gpu.name,
         "fits": prediction.fits,
         "memory_bytes_needed": prediction.memory_bytes_needed,
-        "memory_bytes": now.gpu.memory_bytes,
+        "memory_bytes": prediction.gpu.memory_bytes,
         "max_context_tokens": prediction.max_context,
         "what_fits": None if prediction.fits else what_fits(now),
         "first": _first(gains[0], figures) if gains else None,

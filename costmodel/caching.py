@@ -48,31 +48,33 @@ def transfer_s(config, precision, gpu, n_cached, batch=1, tier="device"):
     return None if rate is None else formulas.kv_bytes_held(config, precision, n_cached, batch) / rate
 
 
-def cached_ttft_s(config, precision, gpu, n_prompt, n_cached, batch=1, tier="device", compute=None):
+def cached_ttft_s(config, precision, gpu, n_prompt, n_cached, batch=1, tier="device", **device):
     """TTFT without and with a cache of the first `n_cached` tokens, by level.
+
+    Parameters
+    ----------
+    device
+        engine, n_gpus and compute of `predict`.
 
     Returns
     -------
     dict
         "floor", "roofline", "expected" -> {"cold": seconds, "warm": seconds},
-        seconds None where a rate is missing; "expected" itself None where
-        there is no such level.
+        seconds None where a rate is missing.
     """
     moving_s = transfer_s(config, precision, gpu, n_cached, batch, tier)
     cold, warm = [
-        predict(config, precision, gpu, n_prompt, n_output=1, batch=batch, n_cached=n, compute=compute)
+        predict(config, precision, gpu, n_prompt, n_output=1, batch=batch, n_cached=n, **device)
         for n in (0, n_cached)
     ]
     times = {}
     for level in LEVELS:
-        before, after = getattr(cold, level), getattr(warm, level)
-        known = after is not None and after.ttft_s is not None and moving_s is not None
-        warm_s = moving_s + after.ttft_s if known else None
-        times[level] = None if before is None else {"cold": before.ttft_s, "warm": warm_s}
+        before, after = getattr(cold, level).ttft_s, getattr(warm, level).ttft_s
+        times[level] = {"cold": before, "warm": None if None in (after, moving_s) else moving_s + after}
     return times
 
 
-def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch=1, compute=None):
+def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch=1, **device):
     """Length of a prefix from which loading its KV from host memory beats computing it again.
 
     Parameters
@@ -80,6 +82,8 @@ def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch
     n_user : int
         Prompt tokens behind the prefix.
     level : {"floor", "roofline", "expected"}
+    device
+        engine, n_gpus and compute of `predict`.
 
     Returns
     -------
@@ -98,8 +102,8 @@ def breakeven_prefix_tokens(config, precision, gpu, n_user, level="floor", batch
     gpu = gpu_profile(gpu)
 
     def gain_s(n_prefix):
-        times = cached_ttft_s(config, precision, gpu, n_prefix + n_user, n_prefix, batch, "host", compute)[level]
-        return None if times is None or None in times.values() else times["cold"] - times["warm"]
+        times = cached_ttft_s(config, precision, gpu, n_prefix + n_user, n_prefix, batch, "host", **device)[level]
+        return None if None in times.values() else times["cold"] - times["warm"]
 
     if gain_s(1) is None:
         return None
@@ -139,7 +143,7 @@ def prefill_times_s(config, precision, gpu, n_prompt, n_cached=0, batch=1, compu
     return {"floor": floor, "roofline": np.maximum(floor, sum(each))}
 
 
-def prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch=1, compute=None):
+def prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch=1, **device):
     """A prompt whose first `n_prefix` tokens are cached, beside the same prompt without: the `prefix` of a trace.
 
     Raises
@@ -160,11 +164,11 @@ def prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch=1, compute=
         "needed_flops_share": warm.needed_flops / cold.needed_flops,
         "cold": cold._asdict(),
         "warm": warm._asdict(),
-        **_by_gpu(config, precision, gpus, n_prompt, n_cached, batch, compute),
+        **_by_gpu(config, precision, gpus, n_prompt, n_cached, batch, device),
     }
 
 
-def session_saving(config, precision, gpus, prompts, batch=1, compute=None):
+def session_saving(config, precision, gpus, prompts, batch=1, **device):
     """A dialogue whose turns have prompts of these lengths, nothing generated between: the `session` of a trace.
 
     Each prompt continues the one before it, of which the session cache holds every row.
@@ -181,16 +185,16 @@ def session_saving(config, precision, gpus, prompts, batch=1, compute=None):
                 "n_computed": n_prompt - n_reused,
                 "cold": prefill_counts(config, precision, n_prompt, 0, batch)._asdict(),
                 "warm": prefill_counts(config, precision, n_prompt, n_reused, batch)._asdict(),
-                **_by_gpu(config, precision, gpus, n_prompt, n_reused, batch, compute),
+                **_by_gpu(config, precision, gpus, n_prompt, n_reused, batch, device),
             }
         )
         held = n_prompt
     return turns
 
 
-def _by_gpu(config, precision, gpus, n_prompt, n_cached, batch, compute):
+def _by_gpu(config, precision, gpus, n_prompt, n_cached, batch, device):
     """TTFT of the first GPU, and of each by name."""
     times = {
-        gpu.name: cached_ttft_s(config, precision, gpu, n_prompt, n_cached, batch, compute=compute) for gpu in gpus
+        gpu.name: cached_ttft_s(config, precision, gpu, n_prompt, n_cached, batch, **device) for gpu in gpus
     }
     return {"ttft_s": times[gpus[0].name], "ttft_s_by_gpu": times}

@@ -126,7 +126,7 @@ def observed(ledger, config, precision, forward):
 
 
 @lru_cache(maxsize=256)
-def _active_bytes(config, precision):
+def active_bytes(config, precision):
     """Stored bytes of the k experts of one token, in all layers."""
     return config.experts.n_active * sum([one.nbytes for layers in one_expert(config, precision) for one in layers])
 
@@ -135,7 +135,7 @@ def surplus_bytes(config, precision, load):
     """Bytes of experts in a load beyond those that no routing avoids: of one token's experts in each forward."""
     if not load.experts:
         return 0
-    return sum([each.nbytes for each in load.experts]) - load.forwards * _active_bytes(config, precision)
+    return sum([each.nbytes for each in load.experts]) - load.forwards * active_bytes(config, precision)
 
 
 def checked_rule(config, rule):

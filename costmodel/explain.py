@@ -7,10 +7,10 @@ line of its own stands under its name in the lines behind it.
 
 from functools import partial
 
-from costmodel import experts, formulas, loads, operations
+from costmodel import experts, formulas, loads, operations, prediction
 from costmodel.arguments import most, whole_numbers
 from costmodel.explain_weights import COUNTED, Lines, Weights
-from costmodel.prediction import ETA, Phase, compute_format
+from costmodel.levels import ETA, Phase
 from costmodel.traced import Traced
 from costmodel.traced_model import Parts, TracedModel
 from npinfer.ledger import Counts
@@ -103,7 +103,7 @@ def _surplus(lines, phase, model, weights, each):
     return parts, lines.add(f"{phase}_surplus_bytes", model.whole(named), "B", COUNTED) if any(weights.sparse) else 0
 
 
-def explain(config, precision, gpus, n_prompt, n_output, batch=1, compute=None):
+def explain(config, precision, gpus, n_prompt, n_output, batch=1, compute=None, engine="generic", n_gpus=1):
     """Lines of name, expression, values filled in, value, unit, and section of the textbook or source.
 
     Parameters
@@ -111,7 +111,7 @@ def explain(config, precision, gpus, n_prompt, n_output, batch=1, compute=None):
     config : ModelConfig
     precision : Precision
     gpus : list of GPU
-    n_prompt, n_output, batch, compute
+    n_prompt, n_output, batch, compute, engine, n_gpus
         As for `predict`.
 
     Returns
@@ -145,7 +145,8 @@ def explain(config, precision, gpus, n_prompt, n_output, batch=1, compute=None):
         decode = _phase(lines, "decode", model, weights, *_loads(lines, "decode", model, weights, decode_load, batch))
     for gpu in gpus:
         add = partial(lines.add, gpu=gpu.name)
-        peak = gpu.matmul_flops_per_s.get(compute_format(precision, compute))
+        gpu, _, used = prediction.device(config, precision, gpu, engine, n_gpus, compute)
+        peak = gpu.matmul_flops_per_s.get(used)
         bytes_per_s = Traced.named("memory_bytes_per_s", gpu.memory_bytes_per_s)
         peak = Traced.named("matmul_flops_per_s", peak) if peak else None
         _floor(add, prefill, decode, peak, bytes_per_s, n_output)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from costmodel.prediction import compute_format, predict
+from costmodel.prediction import device, predict
 from costmodel.profiles import GPU, gpus
 from costmodel.profiles import gpu as gpu_profile
 from npinfer.formats import FORMATS, Precision
@@ -20,15 +20,26 @@ class Request(NamedTuple):
     n_output: int
     batch: int = 1
     n_cached: int = 0
+    engine: str = "generic"
+    n_gpus: int = 1
     compute: str | None = None
 
     def predict(self):
         return predict(**self._asdict())
 
     @property
+    def compute_format(self):
+        """Format whose matmul rate is used."""
+        return self._device()[2]
+
+    def _device(self):
+        return device(self.config, self.precision, self.gpu, self.engine, self.n_gpus, self.compute)
+
+    @property
     def peak(self):
         """Matmul rate of the format used, or None."""
-        return self.gpu.matmul_flops_per_s.get(compute_format(self.precision, self.compute))
+        gpu, _, compute = self._device()
+        return gpu.matmul_flops_per_s.get(compute)
 
     @property
     def beyond_positions(self):
@@ -87,7 +98,7 @@ def _formats(now):
 def _next_gpu(now, quantity):
     """The GPU with the next higher rate on which the request fits; of equals the better one otherwise."""
     needed = now.predict().memory_bytes_needed
-    compute = compute_format(now.precision, now.compute)
+    compute = now.compute_format
 
     def rates(gpu):
         both = gpu.memory_bytes_per_s, gpu.matmul_flops_per_s.get(compute)
@@ -95,7 +106,7 @@ def _next_gpu(now, quantity):
 
     if None in rates(now.gpu)[:1]:
         return None
-    known = [gpu for gpu in _profiles() if None not in rates(gpu) and needed <= gpu.memory_bytes]
+    known = [gpu for gpu in _profiles() if None not in rates(gpu) and needed <= now.n_gpus * gpu.memory_bytes]
     higher = [gpu for gpu in known if rates(gpu)[0] > rates(now.gpu)[0]]
     return min(higher, key=lambda gpu: (rates(gpu)[0], -rates(gpu)[1], gpu.memory_bytes, gpu.name), default=None)
 
@@ -113,7 +124,7 @@ def what_fits(now):
     if now.batch > 1:
         changes.append(("batch 1", now._replace(batch=1)))
     needed = now.predict().memory_bytes_needed
-    larger = [gpu for gpu in _profiles() if gpu.memory_bytes >= needed]
+    larger = [gpu for gpu in _profiles() if now.n_gpus * gpu.memory_bytes >= needed]
     if larger:
         gpu = min(larger, key=lambda gpu: (gpu.memory_bytes, -gpu.memory_bytes_per_s, gpu.name))
         changes.append((gpu.name, now._replace(gpu=gpu)))
@@ -121,6 +132,6 @@ def what_fits(now):
     for name, request in changes:
         prediction = request.predict()
         if prediction.fits:
-            memory = {"memory_bytes_needed": prediction.memory_bytes_needed, "memory_bytes": request.gpu.memory_bytes}
+            memory = {"memory_bytes_needed": prediction.memory_bytes_needed, "memory_bytes": prediction.gpu.memory_bytes}
             fitting.append({"change": name, **memory})
     return fitting

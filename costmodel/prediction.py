@@ -1,104 +1,21 @@
-"""From counts to seconds: what a GPU needs at least, and what it may need.
+"""From a request to seconds: what a GPU needs at least, and what it may need.
 
-Read `Phase` (the counts of prefill or decode, by operation), `floor_s` and
-`roofline_s` (two ways from counts to time), then `predict`.
-
-    floor      max(needed matmul FLOPs / peak, (weight + KV bytes) / bandwidth) of
-               the whole phase: nothing that computes in the stated format beats it;
-               of experts those of one token, the fewest that a forward can touch
-    roofline   the sum over operations of max(needed matmul FLOPs / peak,
-               elementwise FLOPs / vector peak, bytes without scores / bandwidth);
-               as many experts as tokens are expected to touch
-
-Source of the model: Williams, Waterman and Patterson 2009, "Roofline", CACM 52(4), 65-76.
+Read `predict`, which counts by closed forms, then `_prediction`: the counts at
+every level of `costmodel.levels` and, by an engine's calibrated profile, of
+`costmodel.expected`.
 """
 
 from functools import lru_cache
-from math import fsum
 from typing import NamedTuple
 
-from costmodel import experts, formulas, loads, operations
+from costmodel import engines, expected, experts, formulas, levels, loads, operations, parallel
 from costmodel.arguments import whole_numbers
+from costmodel.levels import Level, Phase, Rough
 from costmodel.profiles import COMPUTE_FORMATS
 from costmodel.profiles import gpu as gpu_profile
 from npinfer.errors import InputError, UnknownName
 
-ETA = 0.6  # share of the peak in the rough estimates, the textbook's; section 9
 CACHE_MARGIN = 4  # a step must stream this many times the last-level cache for its bandwidth floor to hold
-
-
-class Level(NamedTuple):
-    """One answer to how long it takes; None where a rate is missing or there is nothing to time.
-
-    Attributes
-    ----------
-    ttft_s, tpot_s : float or None
-    latency_s : float or None
-        ttft + tpot * n_output, the textbook's line.
-    latency_exact_s : float or None
-        ttft + tpot * (n_output - 1): what the request takes.
-    tokens_per_s : float or None
-        n_output / latency_s, of one sequence.
-    prefill_bound, decode_bound : {"compute", "bandwidth"} or None
-    """
-
-    ttft_s: float | None
-    tpot_s: float | None
-    latency_s: float | None
-    latency_exact_s: float | None
-    tokens_per_s: float | None
-    prefill_bound: str | None
-    decode_bound: str | None
-
-
-class Rough(NamedTuple):
-    """The textbook's estimates, 2 FLOPs a parameter and token at eta * peak, beside their error.
-
-    Of experts, the parameters and the bytes are those of one token.
-
-    Attributes
-    ----------
-    prefill_flops, decode_flops : int
-        2*B*L*P and 2*B*C*P, P the streamed parameters.
-    prefill_flops_error, decode_flops_error : float or None
-        Relative to the exact needed FLOPs of the phase.
-    tpot_compute_s, tpot_bandwidth_s, tpot_s : float or None
-        From FLOPs, from weight bytes, and the larger of the two; None if there is no decode step.
-    """
-
-    eta: float
-    n_params: int
-    prefill_flops: int
-    decode_flops: int
-    prefill_flops_error: float
-    decode_flops_error: float | None
-    ttft_s: float | None
-    tpot_s: float | None
-    tpot_compute_s: float | None
-    tpot_bandwidth_s: float | None
-
-
-class Phase(NamedTuple):
-    """Prefill or decode: the `Cost` of each operation, sampling included, its sums, and the number of forwards.
-
-    `least_bytes` are the streamed bytes without the experts that some other routing would not touch.
-    """
-
-    costs: list
-    n_forwards: int
-    needed_flops: int
-    streamed_bytes: int
-    least_bytes: int
-
-    @classmethod
-    def of(cls, costs, n_forwards, surplus_bytes=0):
-        streamed = sum([cost[2] for cost in costs])
-        return cls(costs, n_forwards, sum([cost[0] for cost in costs]), streamed, streamed - surplus_bytes)
-
-    @property
-    def intensity(self):
-        """Needed matmul FLOPs for each byte of weights and KV moved; None for a phase without forwards."""
-        return self.needed_flops / self.streamed_bytes if self.n_forwards else None
 
 
 class Prediction(NamedTuple):
@@ -110,8 +27,11 @@ class Prediction(NamedTuple):
     compute : str
         Format whose matmul rate is used.
     floor, roofline : Level
-    expected : Level or None
-        None: there is no engine profile to scale the roofline by.
+    expected : Expected
+    engine : Engine
+        Whose profile the expected level is calibrated by.
+    n_gpus : int
+        Devices that share the work; `gpu` is then all of them together.
     rough : Rough
     prefill, decode : Phase
     missing : tuple of str
@@ -132,7 +52,9 @@ class Prediction(NamedTuple):
     compute: str
     floor: Level
     roofline: Level
-    expected: Level | None
+    expected: expected.Expected
+    engine: object
+    n_gpus: int
     rough: Rough
     prefill: Phase
     decode: Phase
@@ -159,8 +81,8 @@ class Prediction(NamedTuple):
 
 
 def predict(
-    config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, *, compute=None, sampler=None,
-    experts_touched="expected",
+    config, precision, gpu, n_prompt=1000, n_output=100, batch=1, n_cached=0, engine="generic", n_gpus=1, compute=None,
+    *, sampler=None, experts_touched="expected",
 ):  # fmt: skip
     """Predict a request from closed forms.
 
@@ -177,8 +99,13 @@ def predict(
     batch : int
     n_cached : int
         Prompt tokens whose KV is already on the device, fewer than `n_prompt`.
+    engine : str
+        As `costmodel.engine` takes it.
+    n_gpus : int
+        Tensor-parallel devices.
     compute : str, optional
-        Format whose matmul rate to use; default that of the activations.
+        Format whose matmul rate to use; default the one that the engine
+        computes in, for most that of the activations.
     sampler : npinfer.Sampler, optional
         How tokens are drawn; default greedy.
     experts_touched : {"expected", "all"}
@@ -201,10 +128,13 @@ def predict(
     batch = whole_numbers("batch", batch, 1)
     if n_cached >= n_prompt:
         raise InputError(f"n_cached is {n_cached} of n_prompt {n_prompt}; at least the last token is computed")
-    sample = operations.sample_counts(config, precision, batch, sampler)
+    sample = _sizes(config, precision).sample
+    if sampler is not None:
+        sample = operations.Cost.of(operations.sample_counts(config, precision, 1, sampler))
 
     def phase(load, n_forwards):
-        costs = [*operations.operation_costs(config, precision, load), operations.Cost.of(sample * n_forwards)]
+        sampling = [number * batch * n_forwards for number in sample]
+        costs = [*operations.operation_costs(config, precision, load), sampling]
         return Phase.of(costs, n_forwards, experts.surplus_bytes(config, precision, load))
 
     prefill = phase(
@@ -213,17 +143,19 @@ def predict(
     decode = Phase.of([], 0)
     if n_steps:
         decode = phase(loads.decode_load(config, precision, batch, n_prompt, n_steps, experts_touched), n_steps)
-    return _prediction(config, precision, gpu_profile(gpu), prefill, decode, n_prompt, n_output, batch, compute)
+    return _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute)
 
 
-def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1, compute=None):
+def predict_from(
+    ledger, gpu, *, config, precision, n_prompt, n_output, batch=1, engine="generic", n_gpus=1, compute=None
+):
     """The same prediction from a ledger of a run, numeric or shape-only.
 
     Parameters
     ----------
     ledger : npinfer.Ledger
         Of one `npinfer.generate` of this request.
-    gpu, config, precision, n_prompt, n_output, batch, compute
+    gpu, config, precision, n_prompt, n_output, batch, engine, n_gpus, compute
         As for `predict`.
     """
     forwards = ledger.forwards
@@ -240,95 +172,72 @@ def predict_from(ledger, gpu, *, config, precision, n_prompt, n_output, batch=1,
             surplus[phase] += counts.weight_bytes_read
     phases = []
     for phase, n_forwards in (("prefill", 1), ("decode", n_output - 1)):
-        beyond = surplus[phase] - n_forwards * _weight_bytes(config, precision)[1]
+        beyond = surplus[phase] - n_forwards * _sizes(config, precision).streamed_bytes
         phases.append(Phase.of(costs[phase], n_forwards, beyond if config.experts else 0))
-    return _prediction(config, precision, gpu_profile(gpu), *phases, n_prompt, n_output, batch, compute)
+    return _prediction(config, precision, gpu, *phases, n_prompt, n_output, batch, 0, engine, n_gpus, compute)
 
 
-def floor_s(phase, gpu, peak):
-    """Seconds below which a phase cannot end, and what bounds it."""
-    compute = phase.needed_flops / peak
-    bandwidth = phase.least_bytes / gpu.memory_bytes_per_s
-    return (compute, "compute") if compute > bandwidth else (bandwidth, "bandwidth")
+class _Sizes(NamedTuple):
+    """What a prediction takes from a model and its formats alone, worked once."""
+
+    resident_bytes: int
+    streamed_bytes: int  # by one token
+    n_params_of_a_token: int  # streamed
+    sample: operations.Cost  # of one sequence and forward
+    model: expected.Model
 
 
-def roofline_s(phase, gpu, peak):
-    """Seconds of a phase whose operations run one after the other, each at its own bound; and what bounds most of it."""
-    vector_peak, bytes_per_s = gpu.vector_flops_per_s or float("inf"), gpu.memory_bytes_per_s
-    compute, bandwidth = [], []
-    for needed_flops, elementwise_flops, _, moved_bytes in phase.costs:
-        computing, moving = needed_flops / peak, moved_bytes / bytes_per_s
-        if elementwise_flops / vector_peak > computing:
-            computing = elementwise_flops / vector_peak
-        if computing > moving:
-            compute.append(computing)
-        else:
-            bandwidth.append(moving)
-    bound = "compute" if fsum(compute) > fsum(bandwidth) else "bandwidth"
-    # A sum of maxima is never below the maximum of sums, but its rounding may be.
-    return max(fsum(compute + bandwidth), floor_s(phase, gpu, peak)[0]), bound
-
-
-def _level(seconds_of, prefill, decode, gpu, peak, n_output):
-    """A `Level` from a function of phase, GPU and matmul rate."""
-    ttft_s, prefill_bound = seconds_of(prefill, gpu, peak) if peak else (None, None)
-    tpot_s = decode_bound = None
-    if decode.n_forwards:
-        # Without a matmul rate decode is still bound from below by what it streams.
-        seconds, decode_bound = seconds_of(decode, gpu, peak or float("inf"))
-        tpot_s = seconds / decode.n_forwards
-    if ttft_s is None or tpot_s is None:
-        exact = ttft_s if n_output == 1 else None
-        return Level(ttft_s, tpot_s, None, exact, None, prefill_bound, decode_bound)
-    return Level(
-        ttft_s,
-        tpot_s,
-        formulas.latency_s(ttft_s, tpot_s, n_output),
-        formulas.latency_exact_s(ttft_s, tpot_s, n_output),
-        formulas.tokens_per_s(ttft_s, tpot_s, n_output),
-        prefill_bound,
-        decode_bound,
+@lru_cache(maxsize=256)
+def _sizes(config, precision):
+    n_streamed = formulas.n_streamed_parameters(config)
+    resident = formulas.weight_bytes(config, precision)
+    streamed = formulas.weight_bytes(config, precision, streamed=True)
+    return _Sizes(
+        resident,
+        streamed,
+        formulas.n_token_parameters(config),
+        operations.Cost.of(operations.sample_counts(config, precision, 1)),
+        expected.model(config, precision, resident, streamed, n_streamed),
     )
 
 
-def _rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch):
-    n_params = _n_token_parameters(config)
-    prefill_flops = formulas.prefill_flops_rough(batch, n_prompt, n_params)
-    decode_flops = formulas.decode_flops_rough(batch, n_output, n_params)
-    bandwidth_s = _weight_bytes(config, precision)[1] / gpu.memory_bytes_per_s
-    effective = formulas.effective_flops_per_s(peak, ETA) if peak else None
-    compute_s = decode_flops / n_output / effective if peak else None
-    steps = decode.n_forwards > 0
-    return Rough(
-        eta=ETA,
-        n_params=n_params,
-        prefill_flops=prefill_flops,
-        decode_flops=decode_flops,
-        prefill_flops_error=prefill_flops / prefill.needed_flops - 1,
-        decode_flops_error=decode_flops / decode.needed_flops - 1 if steps else None,
-        ttft_s=prefill_flops / effective if peak else None,
-        tpot_s=max(bandwidth_s, compute_s or 0.0) if steps else None,
-        tpot_compute_s=compute_s if steps else None,
-        tpot_bandwidth_s=bandwidth_s if steps else None,
-    )
+def works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cached):
+    """What the expected times of both phases depend on: two `expected.Work`, the second None without decode steps."""
+    model = _sizes(config, precision).model
+    first = expected.work(model, prefill, batch, n_cached, n_prompt - n_cached, False)
+    return first, expected.work(model, decode, batch, n_prompt, n_output - 1, True) if decode.n_forwards else None
 
 
-def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, batch, compute):
-    compute = compute_format(precision, compute)
+_kv_bytes_held = formulas.kv_bytes_held.__wrapped__  # the numbers are checked, and no arrays
+
+
+def _prediction(
+    config, precision, gpu, prefill, decode, n_prompt, n_output, batch, n_cached, engine, n_gpus, compute
+):
+    gpu, engine, compute = device(config, precision, gpu, engine, n_gpus, compute)
+    sizes = _sizes(config, precision)
     peak = gpu.matmul_flops_per_s.get(compute)
     missing = [] if peak else [f"matmul_flops_per_s.{compute}"]
     missing += [] if gpu.vector_flops_per_s else ["vector_flops_per_s"]
-    resident, _ = _weight_bytes(config, precision)
+    tokens = batch * (n_prompt - n_cached), batch * decode.n_forwards
+    exchange_s = [parallel.all_reduce_s(config, precision, gpu, n_gpus, n_tokens) for n_tokens in tokens]
+    if None in exchange_s:
+        missing, exchange_s = missing + ["interconnect_bytes_per_s"], (0.0, 0.0)
+    roofline = levels.level(levels.roofline_s, prefill, decode, gpu, peak, n_output, exchange_s)
+    works_ = works(config, precision, prefill, decode, n_prompt, n_output, batch, n_cached)
     cache = gpu.last_level_cache_bytes
     step_bytes = decode.least_bytes / decode.n_forwards if decode.n_forwards else prefill.least_bytes
-    needed = resident + formulas.kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
+    needed = sizes.resident_bytes + _kv_bytes_held(config, precision, n_prompt + n_output - 1, batch)
+    used = sizes.n_params_of_a_token, sizes.streamed_bytes
     return Prediction(
         gpu=gpu,
         compute=compute,
-        floor=_level(floor_s, prefill, decode, gpu, peak, n_output),
-        roofline=_level(roofline_s, prefill, decode, gpu, peak, n_output),
-        expected=None,
-        rough=_rough(config, precision, gpu, peak, prefill, decode, n_prompt, n_output, batch),
+        floor=levels.level(levels.floor_s, prefill, decode, gpu, peak, n_output),
+        roofline=roofline,
+        expected=expected.level(engine, gpu, compute, works_, roofline, exchange_s, n_output),
+        engine=engine,
+        n_gpus=n_gpus,
+        rough=levels.rough(*used, gpu, peak, prefill, decode, n_prompt, n_output, batch),
         prefill=prefill,
         decode=decode,
         missing=tuple(missing),
@@ -340,12 +249,14 @@ def _prediction(config, precision, gpu, prefill, decode, n_prompt, n_output, bat
     )
 
 
-_n_token_parameters = lru_cache(maxsize=256)(formulas.n_token_parameters)
-
-@lru_cache(maxsize=256)
-def _weight_bytes(config, precision):
-    """Resident and streamed bytes of the weights."""
-    return formulas.weight_bytes(config, precision), formulas.weight_bytes(config, precision, streamed=True)
+def device(config, precision, gpu, engine="generic", n_gpus=1, compute=None):
+    """What a request runs on: all devices as one, the engine's profile, and the format whose matmul rate is used."""
+    gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
+    engine = engines.engine(engine, gpu.vendor)
+    if engine.compute and compute is None:  # the fastest that it has kernels for, as far as its rate is known
+        formats = engine.formats(_sizes(config, precision).model.quantised)
+        return gpu, engine, max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))
+    return gpu, engine, compute_format(precision, compute)
 
 
 def compute_format(precision, compute=None):

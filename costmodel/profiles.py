@@ -9,7 +9,8 @@ Read `GPU` (the record), `_profiles` (from a TOML table to records), then `gpu`.
 
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 
 from npinfer.errors import InputError, UnknownName
 from npinfer.tables import read_table, table_names
@@ -110,6 +111,7 @@ def _profiles(where, name, table):
     return [GPU(name=f"{name}-{size / 1e9:g}gb", memory_bytes=size, **values) for size in sizes]
 
 
+@cache
 def _known(table):
     return _profiles(f"gpus.toml: [{table}]", table, read_table(_FILE, table, "GPU"))
 
@@ -170,7 +172,7 @@ def gpu(name_or_path):
     for table in (name_or_path, re.sub(r"-[0-9]+gb$", "", name_or_path)):
         for profile in _known(table) if table in tables else []:
             if name_or_path in (table, profile.name):
-                return profile
+                return replace(profile, matmul_flops_per_s={**profile.matmul_flops_per_s})  # the caller's own
     import difflib  # needed for a mistyped name only
 
     names = gpus()

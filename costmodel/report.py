@@ -32,8 +32,8 @@ ROUGH_FIELDS = (
 
 
 def trace(
-    model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, explain=False, advise=False,
-    sampler=None, stop=False,
+    model, tokens, n_output, gpus, compute=None, n_prefix=0, turns=(), on_token=None, engine="generic", n_gpus=1,
+    explain=False, advise=False, sampler=None, stop=False,
 ):  # fmt: skip
     """Run a request and report on it.
 
@@ -52,6 +52,8 @@ def trace(
         Prompt lengths of a dialogue: adds what a session cache saves in each turn.
     on_token : callable, optional
         As for `npinfer.generate`.
+    engine, n_gpus : str, int
+        As for `predict`.
     explain, advise : bool
         Whether to add the formula of each headline number, and what each lever would change on each GPU.
     sampler, stop : optional
@@ -78,6 +80,7 @@ def trace(
         generate(model, tokens, n_output, on_token=at_token, sampler=sampler, stop=stop)
     n_output = len(times_s)
     request = {"config": config, "precision": precision, "n_prompt": n_prompt, "n_output": n_output, "batch": batch}
+    device = {"compute": compute, "engine": engine, "n_gpus": n_gpus}
     by_op = {key: counts for key, (_, counts) in ledger.by("phase", "op").items()}
     touched = _touched(model, ledger, n_output)
     described = {"batch": batch, "prompt_tokens": n_prompt, "output_tokens": n_output, "prefix_tokens": n_prefix}
@@ -95,12 +98,12 @@ def trace(
         ],
         "experts_touched": touched if config.experts else None,
         "closed_form": {"agrees": closed_forms(**request, touched=touched, sampler=sampler) == by_op},
-        "predictions": [_prediction(predict_from(ledger, gpu, **request, compute=compute)) for gpu in gpus],
-        "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, compute) if n_prefix else None,
-        "session": caching.session_saving(config, precision, gpus, turns, batch, compute) if turns else None,
+        "predictions": [_prediction(predict_from(ledger, gpu, **request, **device)) for gpu in gpus],
+        "prefix": caching.prefix_saving(config, precision, gpus, n_prompt, n_prefix, batch, **device) if n_prefix else None,
+        "session": caching.session_saving(config, precision, gpus, turns, batch, **device) if turns else None,
         "measured": _measured(start_s, times_s) if model.numeric else None,
-        "explain": _explained(**request, gpus=gpus, compute=compute) if explain else None,
-        "advice": _advice(**request, gpus=gpus, compute=compute) if advise else None,
+        "explain": _explained(**request, gpus=gpus, **device) if explain else None,
+        "advice": _advice(**request, gpus=gpus, **device) if advise else None,
     }
     return report, ledger
 
@@ -209,6 +212,7 @@ def _phase_counts(ledger):
 def _prediction(prediction):
     return {
         "gpu": prediction.gpu.name,
+        "n_gpus": prediction.n_gpus,
         "compute": prediction.compute,
         "fits": prediction.fits,
         "memory_bytes_needed": prediction.memory_bytes_needed,
@@ -221,7 +225,7 @@ def _prediction(prediction):
         "decode_flops_per_byte": prediction.decode.intensity,
         "floor": _fields(prediction.floor, LEVEL_FIELDS),
         "roofline": _fields(prediction.roofline, LEVEL_FIELDS),
-        "expected": None,
+        "expected": _fields(prediction.expected, prediction.expected._fields),
         "rough": _fields(prediction.rough, ROUGH_FIELDS),
     }
 

@@ -4,6 +4,8 @@ Worked from the bits of an element and the name of the format alone; shares no
 code with `npinfer.formats.Format.nbytes`, which sees the shapes of real arrays.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from npinfer.formats import FORMATS
@@ -63,12 +65,17 @@ def formats(precision, name, layers, is_matrix):
     return numbers
 
 
+@lru_cache(maxsize=256)
+def _exact_ratio(bits):
+    from decimal import Decimal
+
+    return Decimal(repr(float(bits))).as_integer_ratio()
+
+
 def _ceil_bytes(bits, n_elements):
     if isinstance(bits, int):
         return -(-n_elements * bits // 8)
-    from decimal import Decimal
-
-    exact, per = Decimal(repr(float(bits))).as_integer_ratio()
+    exact, per = _exact_ratio(bits)
     if isinstance(n_elements, np.ndarray):  # an exact numerator may have no room in int64
         return (-(-n_elements.astype(object) * exact // (8 * per))).astype(np.int64)
     return -(-n_elements * exact // (8 * per))

@@ -5,7 +5,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from costmodel import formulas
-from costmodel.prediction import ETA, predict
+from costmodel.levels import ETA
+from costmodel.prediction import predict
 from costmodel.profiles import GPU
 from costmodel.profiles import gpu as gpu_profile
 from npinfer import Ledger, ModelConfig, Precision, Transformer, generate, preset

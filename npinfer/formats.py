@@ -72,11 +72,12 @@ FORMATS = {
         Format("q4_1", 5.0, ratio=(5, 1)),  # 32 in 20
         Format("q4_k", 4.5, ratio=(9, 2)),  # 256 in 144
         Format("q6_k", 6.5625, ratio=(105, 16)),  # 256 in 210
+        Format("mxfp4", 4.25, ratio=(17, 4)),  # 32 in 17, counted only
     )
 }
 BLOCKS = ("q8_0", "q4_0", "q4_1", "q4_k", "q6_k")  # source: github.com/ggml-org/llama.cpp, ggml/src/ggml-common.h
 ALLOWED = {
-    "weights": ("fp32", "fp16", "bf16", "fp8", "int8", "int4", *BLOCKS),
+    "weights": ("fp32", "fp16", "bf16", "fp8", "int8", "int4", *BLOCKS, "mxfp4"),
     "kv": ("fp32", "fp16", "bf16", "fp8", "int8"),
     "activations": ("fp32", "fp16", "bf16", "fp8"),
 }

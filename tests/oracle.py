@@ -20,7 +20,7 @@ from npinfer.weights import Matrix
 FP32 = FORMATS["fp32"]
 BITS = {
     "fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4,
-    "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q4_k": 4.5, "q6_k": 6.5625,
+    "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q4_k": 4.5, "q6_k": 6.5625, "mxfp4": 4.25,
 }  # fmt: skip
 
 dims = st.integers(1, 5)

@@ -227,7 +227,7 @@ def test_json_figures_of_the_main_job(report):
     assert result["closed_form"] == {"agrees": True}
     assert result["prefix"] is result["session"] is result["measured"] is None
     (prediction,) = result["predictions"]
-    assert (prediction["gpu"], prediction["fits"], prediction["expected"]) == ("rtx-4090", True, None)
+    assert (prediction["gpu"], prediction["fits"], prediction["n_gpus"]) == ("rtx-4090", True, 1)
     assert round(prediction["floor"]["ttft_s"], 5) == 0.08609
     assert round(prediction["floor"]["tpot_s"], 5) == 0.01425
     assert (prediction["floor"]["prefill_bound"], prediction["floor"]["decode_bound"]) == ("compute", "bandwidth")
@@ -252,7 +252,7 @@ def leaves(value, name=""):
 
 
 def test_json_integers_are_integers_and_times_are_seconds(report):
-    texts = {"schema", "mode", "name", "weights", "kv", "activations", "phase", "op", "gpu", "compute"}
+    texts = {"schema", "mode", "name", "weights", "kv", "activations", "phase", "op", "gpu", "compute", "engine", "date"}
     for name, value in leaves(report("--numeric", *TINY, *SHORT)):
         if value is None:
             assert name not in COUNTS
@@ -260,7 +260,7 @@ def test_json_integers_are_integers_and_times_are_seconds(report):
             assert isinstance(value, str)
         elif isinstance(value, bool):
             assert name in {"agrees", "fits", "floor_applies", "tie_embeddings", "qkv_bias", "o_bias", "mlp_bias"}
-        elif name.endswith(("_s", "_per_byte", "_error")) or name in {"eta", "rope_theta", "norm_eps"}:
+        elif name.endswith(("_s", "_per_byte", "_error")) or name in {"eta", "rope_theta", "norm_eps"} or name.startswith("error_"):
             assert type(value) is float and math.isfinite(value)
         else:
             assert type(value) is int, name
@@ -636,6 +636,8 @@ def files(tmp_path_factory):
 # The arguments, FILES the folder of unusable files; and what the message says.
 BAD = [
     # numbers
+    ("--engine vlm", "no engine 'vlm'; known: generic, vllm"), ("--gpus 3", "n_gpus is 3, expected a divisor of the 32 heads"),
+    ("--gpus 0", "n_gpus is 0, expected"),
     ("--layers 0", "n_layers is 0, expected from 1"),
     ("--layers -3", "n_layers is -3, expected from 1"),
     ("--layers 99999999999", "n_layers is 99999999999, expected from 1"),
@@ -778,6 +780,18 @@ def test_the_largest_request_is_counted(report):
     assert result["counts"]["prefill"]["kv_bytes_written"] == 2**62 * result["memory"]["kv_bytes_per_token"]
 
 
+def test_engine_and_gpus(report, printed):
+    flags = ("--model", "llama-3-8b", "--gpu", "h100-sxm", "--engine", "vLLM 0.7.3")
+    one, two = report(*flags)["predictions"][0], report(*flags, "--gpus", "2")["predictions"][0]
+    assert one["expected"]["basis"]["engine"] == "vllm-0.7"
+    assert (two["n_gpus"], two["floor"]["tpot_s"]) == (2, one["floor"]["tpot_s"] / 2)
+    low, high = one["expected"]["tpot_range_s"]
+    assert low < one["expected"]["tpot_s"] < high
+    text = printed(*flags, "--gpus", "2")
+    assert "2 x h100-sxm" in text
+    assert re.search(r"^expected: engine vllm-0.7, median error .* measurements of decode$", text, re.MULTILINE)
+
+
 def test_prefix_and_turns(report, printed):
     flags = ("--prompt-tokens", "1400", "--prefix-tokens", "1200", "--turns", "800,1200,1600")
     result = report(*flags, "--gpu", "rtx-4090", "--gpu", "h100-sxm")
@@ -787,7 +801,7 @@ def test_prefix_and_turns(report, printed):
     assert prefix["cold"] == result["counts"]["prefill"]
     assert set(prefix["cold"]) == set(prefix["warm"]) == COUNTS
     assert prefix["ttft_s"]["floor"]["cold"] == result["predictions"][0]["floor"]["ttft_s"]
-    assert prefix["ttft_s"]["expected"] is None
+    assert prefix["ttft_s"]["expected"]["cold"] == result["predictions"][0]["expected"]["ttft_s"]
     assert [(turn["turn"], turn["n_reused"], turn["n_computed"]) for turn in session] == [(1, 0, 800), (2, 800, 400), (3, 1200, 400)]
     assert report(*SHORT)["prefix"] is report(*SHORT)["session"] is None
     text = printed(*flags)

@@ -106,8 +106,6 @@ def _rows(name, levels):
     rows = []
     for level in LEVELS:
         figures = levels[level]
-        if figures is None:
-            continue
         saved, share = figures.get("saved_s"), figures.get("saved_share")
         rows.append(
             [

@@ -50,7 +50,9 @@ def parser():
     formats.add_argument("--bits-per-weight", type=float, metavar="X", help="average bits of mixed formats, scales included")
     device = parser.add_argument_group("device")
     device.add_argument("--gpu", action="append", metavar="NAME|FILE.toml", help="may be repeated (default rtx-4090), see --list-gpus")
-    device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the activations')")
+    device.add_argument("--compute", metavar="FORMAT", help="matmul rate to use: fp16, fp16-fp16acc, bf16, fp8, int8 (default the engine's: mostly the activations')")
+    device.add_argument("--engine", metavar="NAME", default="generic", help="of the expected level: vllm, llama.cpp, ... (default generic)")
+    device.add_argument("--gpus", type=int, metavar="N", default=1, help="tensor-parallel devices (default 1)")
     mode = parser.add_argument_group("run and output")
     mode.add_argument("--numeric", action="store_true", help="compute on real arrays, and measure; text goes to standard error")
     mode.add_argument("--experts", choices=("expected", "all"), help="whose weights are read where no tokens choose (default expected)")
@@ -87,6 +89,7 @@ def main(argv):
     seed = whole("--seed", args.seed, least=0)
     gpus = [costmodel.gpu(name) for name in args.gpu or ["rtx-4090"]]
     options = {"sampler": sampler_of(args, seed), "stop": args.stop, "explain": args.explain, "advise": args.advise}
+    options |= {"engine": args.engine, "n_gpus": args.gpus}
     model = make_model(args, seed)
     tokens = prompt_ids(args, text, model.config.vocab_size, size, seed)
     shown = text if text and args.numeric else Progress("token", args.output_tokens)

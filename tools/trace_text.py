@@ -157,6 +157,8 @@ def predictions(result):
         ):  # fmt: skip
             label = level if quantity == "ttft_s" else ""
             rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
+            if level == "expected" and quantity in ("ttft_s", "tpot_s"):
+                rows.append(["", "8 of 10 within", *[_range(gpu[level][quantity.replace("_s", "_range_s")]) for gpu in gpus]])
         rows.append(["", "bound by", *[_bounds(gpu[level]) for gpu in gpus]])
     for quantity in ("ttft_s", "tpot_s"):
         label = f"rough, eta {gpus[0]['rough']['eta']}" if quantity == "ttft_s" else ""
@@ -165,10 +167,18 @@ def predictions(result):
     rows.append(["", "ridge", *[_per_byte(gpu["ridge_flops_per_byte"]) for gpu in gpus]])
     rows.append(["memory", "needed", *[f"{scaled(gpu['memory_bytes_needed'], 'B')} of {scaled(gpu['memory_bytes'], 'B')}" for gpu in gpus]])
     rows.append(["", "longest context", *[_context(gpu) for gpu in gpus]])
-    return rows, ["level", "", *[gpu["gpu"] for gpu in gpus]]
+    return rows, ["level", "", *[_device(gpu) for gpu in gpus]]
+
+
+def _device(gpu):
+    return gpu["gpu"] if gpu["n_gpus"] == 1 else f"{gpu['n_gpus']} x {gpu['gpu']}"
 
 
 _NAMES = {"ttft_s": "TTFT", "tpot_s": "TPOT", "latency_s": "latency", "tokens_per_s": "tokens/s"}
+
+
+def _range(span):
+    return "-" if span is None else f"{seconds(span[0])} to {seconds(span[1])}"
 
 
 def _bounds(level):
@@ -222,10 +232,22 @@ def session(result):
     return "session, TTFT by the roofline\n" + table(rows, headers)
 
 
+def basis(basis):
+    """What the expected level stands on, in a line."""
+    known = [
+        f"{basis['error_' + phase]:.1%} over {basis['rows_' + phase]} measurements of {phase}"
+        for phase in ("prefill", "decode")
+        if basis["rows_" + phase]
+    ]
+    stands = "median error " + ", ".join(known) if known else "not among the measurements"
+    return f"expected: engine {basis['engine']}, {stands}"
+
+
 def notes(result):
     """Paragraphs on what a reader must know before using the numbers."""
     agrees = "agree" if result["closed_form"]["agrees"] else "DISAGREE: this is a fault of the program, please report it"
     lines = [f"ledger and closed form {agrees}"]
+    lines += dict.fromkeys([basis(gpu["expected"]["basis"]) for gpu in result["predictions"]])
     for gpu in result["predictions"]:
         if not gpu["fits"]:
             lines.append(
