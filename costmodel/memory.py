@@ -1,5 +1,6 @@
 """How much memory a numeric run holds at its peak: an estimate from the config, good to some 15 %."""
 
+import os
 from math import prod
 
 import numpy as np
@@ -11,10 +12,11 @@ from npinfer.attention import BLOCK_ELEMENTS
 from npinfer.formats import FORMATS
 from npinfer.kvcache import GROWTH_ROWS
 from npinfer.storage import packed
+from npinfer.weights import THREADED_D_MODEL
 
 PROGRAM_BYTES = 50_000_000  # Python and NumPy themselves
 FP32 = Precision("fp32", "fp32", "fp32")
-COPIES = {"fp32": 1, "fp16": 2.5, "bf16": 4.25}  # arrays as large as a matrix that rounding it takes; 3 for codes and scales
+COPIES = {"fp32": 1, "fp16": 2.5, "bf16": 3}  # arrays as large as a matrix that rounding it takes; 3 for codes and scales
 
 
 def numeric_memory_bytes(config, precision, batch, n_prompt, n_output, pack=False):
@@ -41,6 +43,8 @@ def numeric_memory_bytes(config, precision, batch, n_prompt, n_output, pack=Fals
     tables = round(4 * copies * table) + (0 if config.tie_embeddings else _element_bytes(format_, pack) * table)
     widest = config.d_ff if config.experts is None else config.experts.d_ff
     joining = round(4 * copies * 2 * d * widest)  # gate and up
+    if d >= THREADED_D_MODEL:
+        joining *= min(os.cpu_count(), config.n_layers)
     kv = batch * (n_prompt + max(n_output, GROWTH_ROWS)) * formulas.kv_bytes_per_token(config, FP32)
     running = kv + 4 * _activations(config, batch, n_prompt, n_output)
     return max(held + max(joining, running), tables) + PROGRAM_BYTES

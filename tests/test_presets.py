@@ -308,9 +308,9 @@ def test_a_config_serves_as_a_key_whatever_its_tokens_came_in():
 
 
 @pytest.mark.parametrize("field, name, known", [
-    ("weights", "fp64", "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k"),
-    ("weights", "FP16", "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k"),
-    ("weights", None, "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k"),
+    ("weights", "fp64", "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k, mxfp4"),
+    ("weights", "FP16", "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k, mxfp4"),
+    ("weights", None, "fp32, fp16, bf16, fp8, int8, int4, q8_0, q4_0, q4_1, q4_k, q6_k, mxfp4"),
     ("kv", "int4", "fp32, fp16, bf16, fp8, int8"),
     ("activations", "int8", "fp32, fp16, bf16, fp8"),
     ("activations", "int4", "fp32, fp16, bf16, fp8"),
