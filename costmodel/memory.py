@@ -16,7 +16,7 @@ from npinfer.weights import THREADED_D_MODEL
 
 PROGRAM_BYTES = 50_000_000  # Python and NumPy themselves
 FP32 = Precision("fp32", "fp32", "fp32")
-COPIES = {"fp32": 1, "fp16": 2.5, "bf16": 3}  # arrays as large as a matrix that rounding it takes; 3 for codes and scales
+COPIES = {"fp32": 1, "fp16": 2.5, "bf16": 1.75}  # arrays as large as a matrix that rounding it takes; 3 for codes and scales
 
 
 def numeric_memory_bytes(config, precision, batch, n_prompt, n_output, pack=False):

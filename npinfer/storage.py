@@ -10,6 +10,7 @@ import numpy as np
 from npinfer.formats import rounded
 
 PACKED = (np.dtype(np.uint16), np.dtype(np.float16), np.dtype(np.int8))
+CHUNK_ELEMENTS = 2**18
 TWO_112 = np.float32(2.0**112)
 
 
@@ -28,7 +29,12 @@ def packed(values, format_):
     int8 for int8 and int4 (a code each); `values` itself for other formats.
     """
     if format_ == "bf16":
-        return (rounded(values, format_).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+        out = np.empty(values.shape, np.uint16)
+        n_rows = max(1, CHUNK_ELEMENTS // values.shape[-1])
+        for start in range(0, len(values), n_rows):  # so that a cache holds what rounding leaves behind
+            rows = slice(start, start + n_rows)
+            np.right_shift(rounded(values[rows], format_).view(np.uint32), np.uint32(16), out=out[rows], casting="unsafe")
+        return out
     if format_ == "fp16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16)
