@@ -78,7 +78,7 @@ def _values(part):
             yield from _values(getattr(part, field.name))
 
 
-def build(config, precision, source=None, touched="expected", pack=False):
+def build(config, precision, source=None, touched="expected", pack=False, gain_offset=0.0):
     """Lay out the weights of a model.
 
     Parameters
@@ -94,12 +94,15 @@ def build(config, precision, source=None, touched="expected", pack=False):
         Experts that a forward reads where there is no source.
     pack : bool
         Whether matrices stay in as few bits as their format has.
+    gain_offset : float
+        Added to the gains of norms once they are rounded to their format.
 
     Returns
     -------
     Weights
     """
-    outside = _Builder(config, precision, source, None, model_tensors(config), touched, pack)
+    options = touched, pack, gain_offset
+    outside = _Builder(config, precision, source, None, model_tensors(config), *options)
     embedding = outside.matrices("embed")
     if config.tie_embeddings:
         table = embedding.spec[0][0]
@@ -108,7 +111,7 @@ def build(config, precision, source=None, touched="expected", pack=False):
         head = outside.matrices("lm_head")
     layers = []
     for layers_of, kind in _runs(config, precision, source is not None):
-        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched, pack)
+        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), *options)
         layers.append((layers_of, kind, builder.layer(kind)))
     table = Array(embedding.spec[0][0], embedding.data)
     positions = outside.vector("positions") if config.learned_positions else NOTHING
@@ -127,9 +130,9 @@ def _runs(config, precision, single):
 class _Builder:
     """Turns tensors of a source into the weights of one layer, or of what lies outside the layers."""
 
-    def __init__(self, config, precision, source, layer, shapes, touched, pack):
+    def __init__(self, config, precision, source, layer, shapes, touched, pack, gain_offset):
         self.config, self.precision, self.source, self.at, self.shapes = config, precision, source, layer, shapes
-        self.touched, self.pack = touched, packed if pack else lambda rows, _: rows
+        self.touched, self.pack, self.gain_offset = touched, packed if pack else lambda rows, _: rows, np.float32(gain_offset)
 
     def layer(self, kind):
         return Layer(
@@ -194,7 +197,10 @@ class _Builder:
         return LayerNorm(self.vector(name), self.vector(name + ".bias"), self.config.norm_eps) if name in self.shapes else no_norm
 
     def rms_norm(self, name, eps):
-        return RMSNorm(self.vector(name), eps) if name in self.shapes else no_norm
+        if name not in self.shapes:
+            return no_norm
+        gain = self.vector(name)
+        return RMSNorm(Array(gain.spec, None if gain.data is None else gain.data + self.gain_offset), eps)
 
     def vector(self, name):
         """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""
