@@ -12,6 +12,7 @@ from npinfer.config import ModelConfig
 from npinfer.errors import CheckpointError, ConfigError
 from npinfer.formats import Precision, exceptions_to
 from npinfer.gguf_file import open_gguf
+from npinfer.layouts import half_split
 from npinfer.scaling import FactorScaling, LinearScaling
 from npinfer.tensors import layer_tensors, model_tensors
 
@@ -75,24 +76,14 @@ class GgufCheckpoint:
         return Precision(**others)
 
     def source(self, name, layer, shape, expert=None):
-        """One tensor as a float32 array, for `npinfer.weights.build`."""
+        """One tensor as a float32 array, for `npinfer.weights.build`.
+
+        These files order the rotated rows of a head for RoPE that turns neighbours.
+        """
         values = self._file.float32(_published(name, layer))
         if name.partition(".")[0] in ("q_proj", "k_proj"):
-            return half_split(values, self.config.head_dim, self.config.rope_dim)
+            return half_split(values, self.config.head_dim, 0, self.config.rope_dim)
         return values
-
-
-def half_split(rows, head_dim, rope_dim):
-    """Rows of a query or key projection (or its bias) as half-split RoPE needs them.
-
-    These files order the rotated rows of a head for RoPE that turns neighbours:
-    rows 2i and 2i + 1 are a pair.  Ours are i and i + rope_dim / 2.
-    """
-    heads = rows.reshape(-1, head_dim, *rows.shape[1:]).copy()
-    turned = heads[:, :rope_dim]
-    pairs = turned.reshape(-1, rope_dim // 2, 2, *rows.shape[1:])
-    heads[:, :rope_dim] = pairs.swapaxes(1, 2).reshape(turned.shape)
-    return heads.reshape(rows.shape)
 
 
 def _stored_formats(file, config):
