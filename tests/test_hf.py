@@ -66,6 +66,8 @@ def test_it_is_called_what_the_file_or_its_folder_is_called(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     assert ModelConfig.from_hf(folder).name == "my-model"
+    (folder / "phi-4.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_hf(folder / "phi-4.json").name == "phi-4"
     assert translated(_name_or_path="meta-llama/Llama-2-7b-hf").name == "llama"
     (folder / "config.json").write_text(json.dumps(LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-hf"}))
     assert ModelConfig.from_hf(folder).name == "meta-llama/Llama-2-7b-hf"
