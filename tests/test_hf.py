@@ -308,6 +308,12 @@ def test_a_key_that_changes_no_logit_passes(key, value):
     assert translated(**{key: value}) == OURS
 
 
+def test_a_number_of_hundreds_of_digits_is_cut_short():
+    with pytest.raises(ConfigError, match=r"vocab_size is 10+, expected from 1 to 2\*\*31") as caught:
+        translated(vocab_size=10**400)
+    assert len(str(caught.value)) < 100
+
+
 @pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "relu", "GELU", None, ["silu"]])
 def test_other_activations_are_refused_by_name(act):
     with pytest.raises(ConfigError) as caught:
