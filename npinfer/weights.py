@@ -200,7 +200,9 @@ class _Builder:
         if name not in self.shapes:
             return no_norm
         gain = self.vector(name)
-        return RMSNorm(Array(gain.spec, None if gain.data is None else gain.data + self.gain_offset), eps)
+        if self.gain_offset and gain.data is not None:
+            gain = Array(gain.spec, gain.data + self.gain_offset)
+        return RMSNorm(gain, eps)
 
     def vector(self, name):
         """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""
