@@ -11,10 +11,11 @@ and its cost), model (the equations), kvcache and generate, in this order; then
 blocks and reuse (what the caches share), caches and sessions.
 """
 
-from npinfer.config import ModelConfig, preset, presets
+from npinfer.config import ModelConfig
 from npinfer.errors import CacheError, CheckpointError, ConfigError, InputError, ShapeError, UnknownName
 from npinfer.formats import Precision
 from npinfer.generate import generate
+from npinfer.known import preset, presets
 from npinfer.kvcache import KVCache
 from npinfer.ledger import Counts, Ledger
 from npinfer.model import Transformer

@@ -5,11 +5,10 @@ Names of tensors, and how they are stored, are those of `npinfer.families`.
 
 import os
 import re
-
-import numpy as np
+from dataclasses import replace
 
 from npinfer.errors import CheckpointError
-from npinfer.formats import Precision
+from npinfer.formats import Precision, exceptions_to
 from npinfer.gguf_model import read_gguf
 from npinfer.hf import read_config
 from npinfer.layouts import Layout
@@ -23,10 +22,12 @@ class Checkpoint:
     Attributes
     ----------
     config : ModelConfig
+    gain_offset : float
+        What gains of norms are more than what is stored of them.
     """
 
     def __init__(self, folder, published, tensors, layout, expected):
-        self.config, self._offset = published.config, np.float32(published.family.gain_offset)
+        self.config, self.gain_offset = published.config, published.family.gain_offset
         self._folder, self._tensors, self._layout, self._expected = folder, tensors, layout, expected
 
     def precision(self, **formats):
@@ -38,7 +39,10 @@ class Checkpoint:
             If the weight format is not given, and matrices are stored in several.
         """
         weights = formats.get("weights") or self._stored()
-        return Precision(**{"weights": weights, "kv": "fp32", "activations": "fp32", **formats})
+        precision = Precision(**{"kv": "fp32", "activations": "fp32", **formats, "weights": weights})
+        if formats.get("weights") or formats.get("bits_per_weight"):
+            return precision
+        return replace(precision, exceptions=exceptions_to(precision.vectors, self._vectors()))
 
     def _stored(self):
         matrices = [name for name, shape in self._expected.items() if len(shape) > 1 and not name.endswith("bias")]
@@ -50,12 +54,21 @@ class Checkpoint:
             )
         return formats.pop()
 
+    def _vectors(self):
+        """{tensor: {layer: format}} of what is no matrix: published files keep some of it in more bits."""
+        stored, config = {}, self.config
+        layers = [(None, model_tensors(config)), *enumerate([layer_tensors(config, kind) for kind in config.kinds])]
+        for layer, shapes in layers:
+            for name, shape in shapes.items():
+                if len(shape) == 1 or name.endswith(".bias"):
+                    stored.setdefault(name, {})[layer] = self._tensors.dtype(self._layout.name(name, layer))
+        return stored
+
     def source(self, name, layer, shape, expert=None):
         """One tensor, or that of one expert, as a float32 array, for `npinfer.weights.build`."""
-        values = self._tensors.float32(
+        return self._tensors.float32(
             self._layout.name(name, layer, expert), lambda stored: self._layout.ours(stored, name, layer, expert)
         )
-        return values + self._offset if self._offset and name.endswith("norm") else values
 
 
 def read_checkpoint(folder):

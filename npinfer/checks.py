@@ -18,7 +18,7 @@ def whole(name, value, least=1, most=MAX_SIZE):
         raise ConfigError(f"{name} is {value!r}, expected a whole number")
     if not least <= number <= most:
         limit = f"2**{most.bit_length() - 1}" if most in (MAX_SIZE, MAX_LAYERS) else most
-        raise ConfigError(f"{name} is {number}, expected from {least} to {limit}")
+        raise ConfigError(f"{name} is {number!s:.40}, expected from {least} to {limit}")
     return number
 
 

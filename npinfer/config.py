@@ -1,23 +1,18 @@
 """The architecture of a model: one immutable record, checked when it is made.
 
 `ModelConfig` speaks this project's words; published `config.json` files are
-translated in `npinfer.hf` only.  `preset` reads the shapes of known models
-from presets.toml.
+translated in `npinfer.hf` only.
 """
 
-import os
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from npinfer import scaling
 from npinfer.checks import MAX_LAYERS, flag, one_of, positive, settle, whole
 from npinfer.errors import ConfigError
 from npinfer.parts import Experts, Latent
 from npinfer.scaling import Scaling, YarnScaling
-from npinfer.tables import read_table, table_names
 
-PRESETS = os.path.join(os.path.dirname(__file__), "presets.toml")
 MLP_ACTS = ("swiglu", "geglu", "gelu", "clamped_swiglu")
 
 
@@ -293,27 +288,3 @@ class ModelConfig:
         if {"d_model", "n_heads"} & sizes.keys() and "head_dim" not in sizes:
             sizes["head_dim"] = None
         return replace(self, **sizes, name=name)
-
-
-def presets():
-    """Names of the models that `preset` knows."""
-    return table_names(PRESETS)
-
-
-def preset(name):
-    """The `ModelConfig` of a known model.
-
-    Raises
-    ------
-    UnknownName
-        If there is none of that name; the message lists those there are.
-    """
-    table = read_table(PRESETS, name, "model")
-    del table["source"]
-    table.pop("note", None)
-    for part, kind in (("experts", Experts), ("latent", Latent)):
-        if part in table:
-            table[part] = kind(**table[part])
-    if "rope_scaling" in table:
-        table["rope_scaling"] = scaling.of_kind(**table["rope_scaling"])
-    return ModelConfig(name=name, **table)

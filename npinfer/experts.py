@@ -86,10 +86,10 @@ def _softmax(scores):
 
 
 def _of_chosen_groups(scores, experts):
-    """Scores with those of all but the best groups set to zero; a group is as good as its best two.
+    """Scores with those of all but the best groups set to -inf; a group is as good as its best two.
 
-    Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.1.2; zero rather than less, as transformers
-    does it in src/transformers/models/deepseek_v3/modeling_deepseek_v3.py.
+    Source: DeepSeek-AI 2024, "DeepSeek-V3", arXiv:2412.19437, section 2.1.2, and transformers,
+    src/transformers/models/deepseek_v3/modeling_deepseek_v3.py.
     """
     if experts.n_groups == 1:
         return scores
@@ -98,7 +98,7 @@ def _of_chosen_groups(scores, experts):
     chosen = largest(best[..., 0] + best[..., 1], experts.n_groups_active)
     kept = np.zeros((len(scores), experts.n_groups), bool)
     np.put_along_axis(kept, chosen, True, axis=1)
-    return np.where(kept[..., None], by_group, np.float32(0)).reshape(scores.shape)
+    return np.where(kept[..., None], by_group, np.float32(-np.inf)).reshape(scores.shape)
 
 
 def largest(scores, k):

@@ -106,9 +106,9 @@ def latent(keys, fields):
             )
     fields["head_dim"] = nope + rope_dim
     fields["latent"] = {"kv_rank": kv_rank, "rope_dim": rope_dim, "value_dim": value_dim, "q_rank": keys.take("q_lora_rank")}
-    settings = rope_settings(keys)
-    if mscale := settings.get("mscale_all_dim"):
-        temperature = yarn_attention_factor(settings["factor"], mscale)
+    stretch, mscale = fields["rope_scaling"], rope_settings(keys).get("mscale_all_dim")
+    if stretch and mscale:
+        temperature = yarn_attention_factor(stretch.factor, mscale)
         fields["attn_scale"] = (nope + rope_dim) ** -0.5 * temperature * temperature
     flag("rope_interleave", keys.take("rope_interleave"))  # how weights are stored, for npinfer.checkpoint
     whole("num_nextn_predict_layers", keys.take("num_nextn_predict_layers"), least=0)

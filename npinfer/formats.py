@@ -192,6 +192,16 @@ class Precision:
                 )
 
 
+def exceptions_to(usual, stored):
+    """`Precision.exceptions` of tensors whose stored formats, {tensor: {layer: format}}, are not the `usual` one."""
+    exceptions = []
+    for tensor, formats in stored.items():
+        if len(set(formats.values())) == 1:
+            formats = {None: next(iter(formats.values()))}  # for every layer
+        exceptions += [(tensor, layer, format_) for layer, format_ in formats.items() if format_ != usual]
+    return tuple(exceptions)
+
+
 def rounded(x, format_):
     """Values of the float32 array `x` rounded to fp16 or bf16, kept as float32; other formats return `x` itself.
 

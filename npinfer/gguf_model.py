@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from npinfer.config import ModelConfig
 from npinfer.errors import CheckpointError, ConfigError
-from npinfer.formats import Precision
+from npinfer.formats import Precision, exceptions_to
 from npinfer.gguf_file import open_gguf
+from npinfer.layouts import half_split
 from npinfer.scaling import FactorScaling, LinearScaling
 from npinfer.tensors import layer_tensors, model_tensors
 
@@ -56,7 +57,10 @@ class GgufCheckpoint:
     Attributes
     ----------
     config : ModelConfig
+    gain_offset : float
     """
+
+    gain_offset = 0.0
 
     def __init__(self, file, config):
         self.config, self._file = config, file
@@ -72,42 +76,25 @@ class GgufCheckpoint:
         return Precision(**others)
 
     def source(self, name, layer, shape, expert=None):
-        """One tensor as a float32 array, for `npinfer.weights.build`."""
+        """One tensor as a float32 array, for `npinfer.weights.build`.
+
+        These files order the rotated rows of a head for RoPE that turns neighbours.
+        """
         values = self._file.float32(_published(name, layer))
         if name.partition(".")[0] in ("q_proj", "k_proj"):
-            return half_split(values, self.config.head_dim, self.config.rope_dim)
+            return half_split(values, self.config.head_dim, 0, self.config.rope_dim)
         return values
-
-
-def half_split(rows, head_dim, rope_dim):
-    """Rows of a query or key projection (or its bias) as half-split RoPE needs them.
-
-    These files order the rotated rows of a head for RoPE that turns neighbours:
-    rows 2i and 2i + 1 are a pair.  Ours are i and i + rope_dim / 2.
-    """
-    heads = rows.reshape(-1, head_dim, *rows.shape[1:]).copy()
-    turned = heads[:, :rope_dim]
-    pairs = turned.reshape(-1, rope_dim // 2, 2, *rows.shape[1:])
-    heads[:, :rope_dim] = pairs.swapaxes(1, 2).reshape(turned.shape)
-    return heads.reshape(rows.shape)
 
 
 def _stored_formats(file, config):
     """`weights` and `exceptions` of the `Precision` that says how every tensor is stored."""
-    stored, kinds = {}, {}  # name -> {layer: format}, name -> whether it is a matrix
+    matrices, vectors = {}, {}
     for published, (name, layer, shape) in _expected(config).items():
-        stored.setdefault(name, {})[layer] = file.format(published)
-        kinds[name] = len(shape) == 2
-    matrices = Counter([format_ for name in stored if kinds[name] for format_ in stored[name].values()])
-    weights = matrices.most_common(1)[0][0]
+        tensors = matrices if len(shape) == 2 else vectors
+        tensors.setdefault(name, {})[layer] = file.format(published)
+    weights = Counter([format_ for formats in matrices.values() for format_ in formats.values()]).most_common(1)[0][0]
     plain = Precision(weights=weights)
-    exceptions = []
-    for name, formats in stored.items():
-        usual = plain.matrices if kinds[name] else plain.vectors
-        if len(set(formats.values())) == 1:
-            formats = {None: next(iter(formats.values()))}  # for every layer
-        exceptions += [(name, layer, format_) for layer, format_ in formats.items() if format_ != usual]
-    return {"weights": weights, "exceptions": tuple(exceptions)}
+    return {"weights": weights, "exceptions": exceptions_to(plain.matrices, matrices) + exceptions_to(plain.vectors, vectors)}
 
 
 def _published(name, layer):

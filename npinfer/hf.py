@@ -99,7 +99,9 @@ def _unique(pairs):
 def _name(content, where):
     if where == "config":
         return content["model_type"]
-    return str(content.get("_name_or_path") or os.path.basename(os.path.dirname(os.path.abspath(where))))
+    folder, file = os.path.split(os.path.abspath(where))
+    own = os.path.basename(folder) if file == "config.json" else os.path.splitext(file)[0]
+    return str(content.get("_name_or_path") or own)
 
 
 def _translated(family, keys, name):

@@ -90,7 +90,8 @@ class Layout:
                 values = values[start : start + shapes[name][first]]
         if entry.interleaved and self._interleaved:
             block = self._config.head_dim if entry.interleaved == "heads" else len(values)
-            values = half_split(values, block, self._config.rope_dim)
+            rope_dim = self._config.rope_dim
+            values = half_split(values, block, block - rope_dim, rope_dim)
         return values
 
     def _shapes(self, layer):
@@ -122,17 +123,19 @@ def _fused(entry, name):
     return [part + dot + bias for part in entry.fused]
 
 
-def half_split(rows, block, rope_dim):
+def half_split(rows, block, first, rope_dim):
     """Rows in which the pairs that RoPE turns are half a rotated part apart, from rows that have them side by side.
 
     Parameters
     ----------
-    rows : array (n * block, d_in)
+    rows : array (n * block, ...)
+        Of a matrix, or of its bias.
     block : int
         Rows of one head.
-    rope_dim : int
-        How many of a block's rows, its last, are rotated.
+    first, rope_dim : int
+        Which row of a block is its first rotated one, and how many are.
     """
-    still, rotated = np.split(np.arange(block), [block - rope_dim])
-    order = np.concatenate([still, rotated[::2], rotated[1::2]])
+    order = np.arange(block)
+    turned = order[first : first + rope_dim].reshape(-1, 2)
+    order[first : first + rope_dim] = turned.T.ravel()
     return rows.reshape(-1, block, *rows.shape[1:])[:, order].reshape(rows.shape)

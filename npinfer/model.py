@@ -36,7 +36,7 @@ class Transformer:
         Which share of its experts a shape-only run reads: "expected" or "all".
     """
 
-    def __init__(self, config, precision, source=None, stored=None, experts="expected", pack=False):
+    def __init__(self, config, precision, source=None, stored=None, experts="expected", pack=False, gain_offset=0.0):
         if not isinstance(config, ModelConfig) or not isinstance(precision, Precision):
             raise InputError(
                 f"a model takes a ModelConfig and a Precision, not {type(config).__name__} and "
@@ -45,7 +45,7 @@ class Transformer:
         self.config, self.precision, self.numeric, self.experts = config, precision, source is not None, experts
         if self.numeric:
             precision.check_numeric(stored)
-        self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")), pack)
+        self.weights = build(config, precision, source, one_of("experts", experts, ("expected", "all")), pack, gain_offset)
         self.rope = RopeTable(config, self.numeric)
         self._windows = frozenset(config.windows)
         self._fingerprint = None
@@ -98,7 +98,9 @@ class Transformer:
 
         checkpoint = read_checkpoint(folder)
         precision = checkpoint.precision() if precision is None else precision
-        return cls(checkpoint.config, precision, checkpoint.source, checkpoint.precision, pack=pack)
+        return cls(
+            checkpoint.config, precision, checkpoint.source, checkpoint.precision, pack=pack, gain_offset=checkpoint.gain_offset
+        )
 
     def new_cache(self, batch=1, capacity=None):
         """An empty `KVCache` for `batch` sequences of up to `capacity` positions (None: it grows)."""

@@ -83,7 +83,7 @@ def _values(part):
             yield from _values(getattr(part, field.name))
 
 
-def build(config, precision, source=None, touched="expected", pack=False):
+def build(config, precision, source=None, touched="expected", pack=False, gain_offset=0.0):
     """Lay out the weights of a model.
 
     Parameters
@@ -99,21 +99,23 @@ def build(config, precision, source=None, touched="expected", pack=False):
         Experts that a forward reads where there is no source.
     pack : bool
         Whether matrices stay in as few bits as their format has.
+    gain_offset : float
+        Added to the gains of norms once they are rounded to their format.
 
     Returns
     -------
     Weights
     """
-    outside = _Builder(config, precision, source, None, model_tensors(config), touched, pack)
+    options = touched, pack, gain_offset
+    outside = _Builder(config, precision, source, None, model_tensors(config), *options)
     embedding = outside.matrices("embed")
     if config.tie_embeddings:
         table = embedding.spec[0][0]
         head = Array(((spec(table.shape, table.format, "weight", "lm_head"), None),), embedding.data)
     else:
         head = outside.matrices("lm_head")
-
     def layer(layers_of, kind):
-        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), touched, pack)
+        builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), *options)
         return layers_of, kind, builder.layer(kind)
 
     runs = list(_runs(config, precision, source is not None))
@@ -143,9 +145,9 @@ def _runs(config, precision, single):
 class _Builder:
     """Turns tensors of a source into the weights of one layer, or of what lies outside the layers."""
 
-    def __init__(self, config, precision, source, layer, shapes, touched, pack):
+    def __init__(self, config, precision, source, layer, shapes, touched, pack, gain_offset):
         self.config, self.precision, self.source, self.at, self.shapes = config, precision, source, layer, shapes
-        self.touched, self.keep = touched, packed if pack else rounded
+        self.touched, self.keep, self.gain_offset = touched, packed if pack else rounded, np.float32(gain_offset)
 
     def layer(self, kind):
         return Layer(
@@ -210,7 +212,12 @@ class _Builder:
         return LayerNorm(self.vector(name), self.vector(name + ".bias"), self.config.norm_eps) if name in self.shapes else no_norm
 
     def rms_norm(self, name, eps):
-        return RMSNorm(self.vector(name), eps) if name in self.shapes else no_norm
+        if name not in self.shapes:
+            return no_norm
+        gain = self.vector(name)
+        if self.gain_offset and gain.data is not None:
+            gain = Array(gain.spec, gain.data + self.gain_offset)
+        return RMSNorm(gain, eps)
 
     def vector(self, name):
         """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""

@@ -295,7 +295,7 @@ def choice_of(scores, correction, settings):
     groups = [corrected[at : at + size] for at in range(0, settings.n_experts, size)]
     if settings.n_groups > 1:
         best = largest([sum(sorted(group)[-2:]) for group in groups], settings.n_groups_active)
-        groups = [group if number in best else [0.0] * size for number, group in enumerate(groups)]
+        groups = [group if number in best else [-math.inf] * size for number, group in enumerate(groups)]
     ids = largest([score for group in groups for score in group], k)
     total = math.fsum([scores[i] for i in ids]) if settings.renormalise else 1
     return [settings.scale * scores[i] / total for i in ids], ids

@@ -14,6 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npinfer
+from costmodel.experts import observed
+from costmodel.formulas import forward_counts
 from npinfer import CheckpointError, ConfigError, InputError, Precision, Transformer, UnknownName
 from npinfer.checkpoint import read_checkpoint
 from npinfer.safetensors import open_folder
@@ -250,9 +252,23 @@ def test_untied_as_the_message_says_it_runs(checkpoint):
 
 @pytest.mark.parametrize("dtype, weights", [("F16", "fp16"), ("BF16", "bf16"), ("F32", "fp32")])
 def test_the_stored_format_is_that_of_the_matrices(checkpoint, dtype, weights):
-    matrices = [name for name, (_, array) in tensors_of(GOLDEN / "llama-gqa").items() if array.ndim == 2]
-    model = Transformer.from_checkpoint(checkpoint(change=stored_as(dtype, *matrices)))  # gains stay F32
+    model = Transformer.from_checkpoint(checkpoint(change=stored_as(dtype)))
     assert model.precision == Precision(weights=weights, kv="fp32", activations="fp32")
+
+
+@pytest.mark.parametrize("case", ["llama-mqa-bias", "gemma3", "gpt2", "deepseek-v3", "gpt-oss"])
+def test_vectors_keep_the_format_they_are_stored_in(checkpoint, case):
+    """F32 gains and biases beside BF16 matrices: the logits are those of all that is stored, in float32."""
+    matrices = [name for name, (_, array) in tensors_of(GOLDEN / case).items() if array.ndim > 1 and not name.endswith("bias")]
+    folder = checkpoint(case, stored_as("BF16", *matrices))
+    assert logits(folder).tolist() == logits(folder, FP32).tolist()
+    model = Transformer.from_checkpoint(folder)
+    assert model.precision.weights == "bf16"
+    assert {(layer, str(format_)) for _, layer, format_ in model.precision.exceptions} == {(None, "fp32")}
+    with npinfer.Ledger() as ledger:
+        model.prefill([1, 2, 3], model.new_cache())
+    touched = observed(ledger, model.config, model.precision, 0)
+    assert ledger.total() == forward_counts(model.config, model.precision, 1, 0, 3, experts_touched=touched)
 
 
 def test_a_mixture_of_formats_needs_a_precision(checkpoint):
@@ -406,17 +422,26 @@ def test_experts_in_one_tensor_with_alternating_columns(checkpoint, dtype):
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3"])
 def test_gains_of_gemma_are_one_more_than_stored(case):
-    stored = raw(case)
+    stored, model = raw(case), Transformer.from_checkpoint(GOLDEN / case)
     names = {
         "attn_norm": "input_layernorm", "post_attn_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm", "post_mlp_norm": "post_feedforward_layernorm",
     }  # fmt: skip
+    layer = model.weights.layers[0][2]
     for name, published in names.items():
-        assert ours(GOLDEN / case, name, 0, (32,)).tolist() == (1 + stored[published + ".weight"]).tolist()
-    assert ours(GOLDEN / case, "final_norm", None, (32,)).tolist() == (1 + stored["model.norm.weight"]).tolist()
+        assert getattr(layer, name).gain.data.tolist() == (1 + stored[published + ".weight"]).tolist()
+    assert model.weights.final_norm.gain.data.tolist() == (1 + stored["model.norm.weight"]).tolist()
     assert ours(GOLDEN / case, "embed", None, (101, 32)).tolist() == stored["model.embed_tokens.weight"].tolist()
     if case == "gemma3":
-        assert ours(GOLDEN / case, "k_norm", 0, (16,)).tolist() == (1 + stored["self_attn.k_norm.weight"]).tolist()
+        assert layer.attention.k_norm.gain.data.tolist() == (1 + stored["self_attn.k_norm.weight"]).tolist()
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_gains_of_gemma_are_one_more_than_the_bf16_that_is_stored(checkpoint, case):
+    """1 + 0.1 in bf16 would be 1.1015625; the 1 is added to what is stored, in float32."""
+    folder = checkpoint(case, stored_as("BF16"))
+    gain = (tensors_of(folder)["model.norm.weight"][1].astype(np.uint32) << 16).view(np.float32)
+    assert Transformer.from_checkpoint(folder).weights.final_norm.gain.data.tolist() == (1 + gain).tolist()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

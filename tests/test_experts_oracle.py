@@ -158,11 +158,11 @@ def test_a_group_is_as_good_as_its_best_two():
     assert routed(scores, n_active=2, gate="sigmoid")[1].tolist() == [[0, 3]]
 
 
-def test_groups_that_are_not_chosen_count_as_zero():
-    """As in transformers: where corrections leave the chosen group less than that, others come before it."""
+def test_groups_that_are_not_chosen_are_left_out():
+    """Also where corrections take the scores of the chosen group below zero."""
     settings = {"n_active": 2, "gate": "sigmoid", "n_groups": 2, "n_groups_active": 1}
-    assert routed([[3.0, 3.0, 0.0, 0.0]], **settings)[1].tolist() == [[0, 1]]
-    assert routed([[3.0, 3.0, 0.0, 0.0]], correction=[-5] * 4, **settings)[1].tolist() == [[2, 3]]
+    for correction in (0, -5):
+        assert routed([[3.0, 3.0, 0.0, 0.0]], correction=[correction] * 4, **settings)[1].tolist() == [[0, 1]]
 
 
 def test_scores_beyond_the_range_of_exp_have_their_limits():

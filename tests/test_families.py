@@ -275,6 +275,7 @@ def test_a_latent_squares_yarns_factor_into_its_scale():
     assert config.rope_scaling.attention_factor == 1
     assert config.attn_scale == pytest.approx(1.3688879454113936**2 / math.sqrt(20))
     assert changed("deepseek-v3", rope_parameters=rope).attn_scale is None
+    assert changed("deepseek-v3", rope_parameters={"rope_theta": 1e4, "mscale_all_dim": 1.0}).attn_scale is None  # no YaRN
 
 
 @pytest.mark.parametrize("settings, match", [

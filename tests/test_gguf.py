@@ -18,7 +18,8 @@ import npinfer
 from npinfer import CheckpointError, ConfigError, InputError, ModelConfig, Precision, Transformer
 from npinfer.formats import FORMATS
 from npinfer.gguf_file import FORMATS_READ, open_gguf
-from npinfer.gguf_model import half_split, read_gguf
+from npinfer.gguf_model import read_gguf
+from npinfer.layouts import half_split
 from npinfer.scaling import FactorScaling
 from npinfer.scaling import LinearScaling, RopeScaling
 from npinfer.tensors import layer_tensors, model_tensors
@@ -153,8 +154,8 @@ def source_of(config):
 
 def test_neighbours_that_turn_together_are_half_a_head_apart():
     # Rows 0 to 3 of each head of 6 are two pairs (0, 1), (2, 3); rows 4 and 5 are not rotated.
-    assert half_split(np.arange(12), 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
-    assert half_split(np.arange(8)[:, None], 8, 8)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert half_split(np.arange(12), 6, 0, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
+    assert half_split(np.arange(8)[:, None], 8, 0, 8)[:, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def test_keys_that_may_be_left_out(path):

@@ -66,6 +66,8 @@ def test_it_is_called_what_the_file_or_its_folder_is_called(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
     assert ModelConfig.from_hf(folder).name == "my-model"
+    (folder / "phi-4.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_hf(folder / "phi-4.json").name == "phi-4"
     assert translated(_name_or_path="meta-llama/Llama-2-7b-hf").name == "llama"
     (folder / "config.json").write_text(json.dumps(LLAMA | {"_name_or_path": "meta-llama/Llama-2-7b-hf"}))
     assert ModelConfig.from_hf(folder).name == "meta-llama/Llama-2-7b-hf"
@@ -304,6 +306,12 @@ def test_a_key_that_says_something_is_not_there_passes(key, value):
 )
 def test_a_key_that_changes_no_logit_passes(key, value):
     assert translated(**{key: value}) == OURS
+
+
+def test_a_number_of_hundreds_of_digits_is_cut_short():
+    with pytest.raises(ConfigError, match=r"vocab_size is 10+, expected from 1 to 2\*\*31") as caught:
+        translated(vocab_size=10**400)
+    assert len(str(caught.value)) < 100
 
 
 @pytest.mark.parametrize("act", ["gelu", "gelu_pytorch_tanh", "relu", "GELU", None, ["silu"]])

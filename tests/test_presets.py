@@ -13,7 +13,7 @@ from hypothesis import given
 import costmodel
 from costmodel.formulas import n_parameters, n_streamed_parameters
 from npinfer import ConfigError, ModelConfig, Precision, RopeScaling, UnknownName, preset, presets
-from npinfer.config import PRESETS
+from npinfer.known import PRESETS
 from npinfer.tables import read_table, table_names
 from npinfer.parts import Experts, Latent
 from npinfer.scaling import LinearScaling, YarnScaling

@@ -15,7 +15,8 @@ import pytest
 import npinfer
 from npinfer import ModelConfig, Precision, Transformer
 from npinfer.gguf_file import open_gguf
-from npinfer.gguf_model import half_split, read_gguf
+from npinfer.gguf_model import read_gguf
+from npinfer.layouts import half_split
 
 FP32 = Precision("fp32", "fp32", "fp32")
 # <|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n
@@ -123,7 +124,7 @@ def mapped(glass):
     def source(name, layer, shape, expert=None):
         values = parameters[names[name] if layer is None else f"blocks.{layer}.{names[name]}"].data
         values = values if name == "embed" else np.ascontiguousarray(values.T)
-        return half_split(values, config.head_dim, config.head_dim) if name in ("q_proj", "k_proj") else values
+        return half_split(values, config.head_dim, 0, config.head_dim) if name in ("q_proj", "k_proj") else values
 
     return Transformer(config, FP32, source)
 

@@ -25,7 +25,7 @@ LOGITS_ERROR_BYTES = 64  # for each logit compared: two float32, and some float6
 
 def make_model(args, seed):
     """The model that the flags describe, numeric or shape-only; refuses a numeric one that does not fit."""
-    config, precision, source, stored = described(args)
+    config, precision, checkpoint = described(args)
     if args.stop and not config.eos_token_ids:
         raise npinfer.InputError(f"--stop needs a config that says which token ends a text, and {config.name} says none")
     n_positions = args.prompt_tokens + args.output_tokens - 1
@@ -36,16 +36,18 @@ def make_model(args, seed):
         )
     if not args.numeric:
         return npinfer.Transformer.shape_only(config, precision, args.experts or "expected")
-    precision.check_numeric(stored)
+    source, options = random_source(seed), {}
+    if checkpoint is not None:
+        source, options = checkpoint.source, {"stored": checkpoint.precision, "gain_offset": checkpoint.gain_offset}
+    precision.check_numeric(options.get("stored"))
     pack = must_pack(config, precision, args)
-    source = source or random_source(seed)
     progress = Progress("weights", report.n_tensors(config))
 
     def counted(*tensor):
         progress()
         return source(*tensor)
 
-    return npinfer.Transformer(config, precision, counted, stored, pack=pack)
+    return npinfer.Transformer(config, precision, counted, pack=pack, **options)
 
 
 def exact_model(args, seed):
@@ -54,20 +56,20 @@ def exact_model(args, seed):
 
 
 def described(args):
-    """Config, precision, and of a checkpoint also the source of its weights and the function that gives its formats."""
+    """Config, precision, and the checkpoint or None."""
     sizes = {name: getattr(args, flag[2:].replace("-", "_")) for flag, name in DIMENSIONS.items()}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     formats = {name: getattr(args, name) for name in ("weights", "kv", "activations", "bits_per_weight")}
     formats = {name: format_ for name, format_ in formats.items() if format_ is not None}
     if args.checkpoint is None:
         config = npinfer.preset(args.model) if args.config is None else npinfer.ModelConfig.from_hf(args.config)
-        return config.resized(**sizes), npinfer.Precision(**formats), None, None
+        return config.resized(**sizes), npinfer.Precision(**formats), None
     from npinfer.checkpoint import read_checkpoint
 
     if args.numeric and sizes:
         raise npinfer.InputError("a numeric run of a checkpoint has the checkpoint's shape; leave out the dimensions")
     checkpoint = read_checkpoint(args.checkpoint)
-    return checkpoint.config.resized(**sizes), checkpoint.precision(**formats), checkpoint.source, checkpoint.precision
+    return checkpoint.config.resized(**sizes), checkpoint.precision(**formats), checkpoint
 
 
 def must_pack(config, precision, args):
