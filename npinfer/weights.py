@@ -11,7 +11,7 @@ seed, a checkpoint, nowhere) is the business of the `source` that `build` is giv
 import os
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, starmap
 from typing import NamedTuple
 from zlib import crc32
 
@@ -114,15 +114,17 @@ def build(config, precision, source=None, touched="expected", pack=False, gain_o
         head = Array(((spec(table.shape, table.format, "weight", "lm_head"), None),), embedding.data)
     else:
         head = outside.matrices("lm_head")
+
     def layer(layers_of, kind):
         builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), *options)
         return layers_of, kind, builder.layer(kind)
 
-    runs = list(_runs(config, precision, source is not None))
-    layers = _in_threads(layer, runs) if source is not None and config.d_model >= THREADED_D_MODEL else [layer(*run) for run in runs]
+    numeric = source is not None
+    each = _in_threads if numeric and config.d_model >= THREADED_D_MODEL else starmap
+    layers = tuple(each(layer, _runs(config, precision, single=numeric)))
     table = Array(embedding.spec[0][0], embedding.data)
     positions = outside.vector("positions") if config.learned_positions else NOTHING
-    return Weights(table, positions, tuple(layers), outside.norm("final_norm"), head)
+    return Weights(table, positions, layers, outside.norm("final_norm"), head)
 
 
 def _in_threads(function, arguments):
