@@ -15,7 +15,7 @@ from npinfer.tables import read_table, table_names
 FILE = os.path.join(os.path.dirname(__file__), "engines.toml")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Parameter:
     """One fitted number: `value` in `unit`, multiplied by what it is `per`."""
 
@@ -29,7 +29,7 @@ class Parameter:
     fixed: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Engine:
     """One engine on one vendor's devices: the parameters that act on it, by name, and how well it was predicted."""
 

@@ -46,7 +46,7 @@ class Here(NamedTuple):
         return ops.rope(x, self.rotation) if self.rotation.shape[2] else x
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)  # each method made costs import time
 class RMSNorm:
     gain: Array
     eps: float
@@ -55,7 +55,7 @@ class RMSNorm:
         return ops.rms_norm(x, self.gain, eps=self.eps)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerNorm:
     gain: Array
     bias: Array
@@ -70,7 +70,7 @@ def no_norm(x):
     return x
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Attention:
     """Queries, keys and values of their own; the heads of a group share keys and values.
 
@@ -102,7 +102,7 @@ def _by_rows(norm, x, width):
     return x if norm is no_norm else view(norm(view(x, (x.shape[0] * x.shape[1] // width, width))), x.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class LatentAttention:
     """Keys and values expanded from one latent row for each token; part of a head is rotated, the rest has no position."""
 
@@ -135,7 +135,7 @@ class LatentAttention:
         return ops.linear(a, self.o_proj)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class MLP:
     """gate and up (or up alone), the activation, down."""
 
@@ -150,7 +150,7 @@ class MLP:
         return [ops.linear(hidden, self.down_proj)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpertMLP:
     """Experts that a router chooses for each token, and those that every token uses."""
 
@@ -171,7 +171,7 @@ class ExpertMLP:
         return [out] if self.shared is None else [out, *self.shared(h)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """A decoder layer; a norm that the family does not have is `no_norm`."""
 

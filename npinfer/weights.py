@@ -52,7 +52,7 @@ class Matrix(NamedTuple):
     format: Format
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Weights:
     """All weights of a model; `layers` pairs each run of layers with its kind and its `Layer`."""
 
