@@ -46,6 +46,7 @@ class Engine:
     score_byte: str = ""
     unfused: bool = False
     widens: bool = False
+    interpreted: bool = False
     micro_batch_tokens: int | None = None
     tile_tokens: int | None = None
     aliases: list = field(default_factory=list)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from costmodel import experts, formulas
 from costmodel.engines import parameters
 from costmodel.levels import times
-from costmodel.loads import layers_by_window, visible_pairs
+from costmodel.loads import forward_load, layers_by_window, visible_pairs
+from costmodel.operations import operation_counts
 
 WIDENED_BYTES = 4  # of one weight: written as fp16, and read again
 LEAST_BITS = 15  # of a weight on average: with fewer, most matrices are quantised
@@ -58,6 +59,7 @@ class Model(NamedTuple):
     n_weights: int
     quantised: bool
     heads: list  # (window, heads of all layers that have it)
+    n_operations: int  # of one forward
 
 
 class Work(NamedTuple):
@@ -86,7 +88,15 @@ def model(config, precision, resident_bytes, streamed_bytes, n_weights):
         n_weights,
         8 * resident_bytes < LEAST_BITS * formulas.n_parameters(config),
         [(window, config.n_heads * len(layers)) for window, layers in layers_by_window(config)],
+        n_operations(config, precision),
     )
+
+
+def n_operations(config, precision):
+    """Operations of one forward: those of each layer (one `rope` on queries and one on keys), and those outside them."""
+    names = set(operation_counts(config, precision, forward_load(config, precision, 1, 0, 1)))
+    inside = names - {"embed", "final_norm", "lm_head"}
+    return config.n_layers * (len(inside) + ("rope" in inside)) + len(names) - len(inside) + 1  # and `sample`
 
 
 def work(model, phase, batch, n_cached, n_new, decode):
@@ -190,6 +200,8 @@ def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
     exchange_s : (float, float)
         Seconds of each phase in which several devices add up their sums.
     """
+    if engine.interpreted:
+        return _interpreted(engine, gpu, works, roofline, n_output)
     found = []
     for work, least_s, exchanging_s in zip(works, roofline, exchange_s):
         phase_s, bound = seconds(engine, gpu, compute, work) if work else (None, None)
@@ -199,3 +211,14 @@ def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
     (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
     ranges = [s and (s * low, s * high) for s, (low, high) in zip((ttft_s, tpot_s), engine.ranges)]
     return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, *ranges, engine.basis)
+
+
+def _interpreted(engine, gpu, works, roofline, n_output):
+    """`Expected` of the interpreter: the roofline, and every operation's own time besides."""
+    found = []
+    for work, least_s, bound in zip(works, roofline, (roofline.prefill_bound, roofline.decode_bound)):
+        known = None not in (work, least_s, gpu.operation_s)
+        launching_s = work.model.n_operations * gpu.operation_s if known else None
+        found.append((least_s + launching_s, "launches" if launching_s > least_s else bound) if known else (None, None))
+    (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
+    return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, None, None, engine.basis)

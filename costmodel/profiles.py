@@ -37,6 +37,7 @@ class GPU:
     last_level_cache_bytes: int | None = None
     host_link_bytes_per_s: float | None = None
     interconnect_bytes_per_s: float | None = None
+    operation_s: float | None = None  # of a host that interprets: an operation beside its arithmetic
     vendor: str = ""
     architecture: str = ""
     memory_kind: str = ""
@@ -58,6 +59,7 @@ _NUMBERS = {
     "last_level_cache_bytes": ("bytes", "72e6", 1e3, 1e6),
     "host_link_bytes_per_s": ("bytes per second", "31.5e9", 1e6, 1e9),
     "interconnect_bytes_per_s": ("bytes per second", "450e9", 1e6, 1e9),
+    "operation_s": ("seconds", "10e-6", 1e-9, 1e-6),
 }
 
 
@@ -67,7 +69,7 @@ def _number(where, key, value):
     met = f"{where}: {key} is {value!r}, expected {unit}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ProfileError(f"{met} as a number, such as {example}")
-    if not 1e-3 <= value < 1e30:  # nan fails too
+    if not min(1e-3, least) <= value < 1e30:  # nan fails too
         raise ProfileError(f"{met}, positive and finite, such as {example}; leave out what is not known")
     if value < least:
         power = next((p for p in (3, 6, 9) if value * 10**p >= usual), 12)

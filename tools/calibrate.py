@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Fit the engine profiles to published measurements, and say how well they predict devices they have not seen.
+"""Fit the engine profiles to published measurements, and say how well they predict devices they have not seen; or measure this machine.
 
     python tools/calibrate.py engines MEASUREMENTS.csv             # print
     python tools/calibrate.py engines MEASUREMENTS.csv --write     # and write costmodel/engines.toml
+    python tools/calibrate.py host --output host.toml              # measure this machine: a profile for --gpu host.toml
 """
 
 import datetime
@@ -11,12 +12,14 @@ import re
 from common import Parser, run, table, write
 
 from costmodel import calibration, engines, measurements
+from npinfer.errors import InputError
 
 
 def parser():
     parser = Parser(prog="calibrate.py", description=__doc__)
-    parser.add_argument("what", choices=("engines",))
-    parser.add_argument("file", metavar="FILE.csv", help="measurements, columns as in tests/data/README.md")
+    parser.add_argument("what", choices=("engines", "host"))
+    parser.add_argument("file", metavar="FILE.csv", nargs="?", help="measurements, columns as in tests/data/README.md (engines)")
+    parser.add_argument("--output", metavar="FILE.toml", help="write the profile there instead of printing (host)")
     parser.add_argument("--write", action="store_true", help="write what was found into the profiles")
     parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the calibration (default today)")
     return parser
@@ -24,6 +27,14 @@ def parser():
 
 def main(argv):
     args = parser().parse_args(argv)
+    if args.what == "host":
+        from costmodel import host
+
+        if args.file or args.write:
+            raise InputError("host measures this machine and takes neither FILE.csv nor --write; give --output host.toml")
+        return write(host.as_profile(host.measured(), args.date).rstrip("\n"), args.output)
+    if args.file is None or args.output:
+        raise InputError("engines takes a file of measurements, and no --output: tools/calibrate.py engines FILE.csv [--write]")
     usable, skipped = measurements.read(args.file)
     found = calibration.calibrate(calibration.rows(usable))
     write(as_text(found, len(usable), len(skipped)))

@@ -1,0 +1,143 @@
+"""This machine as a device, and the bench: what is made of measured rates, never how large they are."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import costmodel
+from costmodel import expected, host, measure
+from npinfer import Ledger, ModelConfig, Precision, Transformer, preset
+from npinfer.generate import no_tokens
+from strategies import FP32, any_config
+
+TOOLS = Path(__file__).parent.parent / "tools"
+RATES = {
+    "memory_bytes": 24 * 10**9,
+    "memory_bytes_per_s": 12.5e9,
+    "matmul_flops_per_s": {"fp32": 70e9, "fp16": 70e9, "bf16": 70e9},
+    "vector_flops_per_s": 1.25e9,
+    "last_level_cache_bytes": 32 * 2**20,
+    "operation_s": 2e-5,
+    "bandwidths": {2**20: 50e9, 2**29: 12.5e9},
+}
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "host.toml"
+    path.write_text(host.as_profile(RATES, "2026-01-31"), encoding="utf-8")
+    return costmodel.gpu(path)
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """A function that loads one of the tools."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f"tool_{name}", TOOLS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    for name in ("common", "trace_text"):
+        sys.modules.pop(name, None)
+
+
+def test_a_profile_reads_as_it_was_measured(profile):
+    for key, value in RATES.items():
+        if key != "bandwidths":
+            assert getattr(profile, key) == value
+    assert "2026-01-31" in profile.source
+    assert "# " in host.as_profile(RATES, "2026-01-31") and "streams 512 MiB at 12.5 GB/s" in host.as_profile(RATES, "")
+
+
+def test_a_cache_that_the_system_does_not_tell_of_is_left_out(tmp_path):
+    path = tmp_path / "host.toml"
+    path.write_text(host.as_profile(RATES | {"last_level_cache_bytes": None}, "2026-01-31"), encoding="utf-8")
+    assert costmodel.gpu(path).last_level_cache_bytes is None
+
+
+@given(config=any_config(), n_new=st.integers(1, 4))
+def test_operations_are_those_that_a_ledger_has(config, n_new):
+    model = Transformer.shape_only(config, FP32)
+    with Ledger() as ledger:
+        model.prefill(no_tokens((1, n_new)), model.new_cache())
+    calls = sum([entry.calls for entry in ledger.entries()])
+    shared = 0
+    if config.experts and config.experts.n_shared:  # one closed form for them and the chosen ones
+        shared = sum([kind.sparse for kind in config.kinds]) * 5  # gate, up, act, down, residual
+    mixed = config.experts is not None and len({kind.sparse for kind in config.kinds}) > 1  # a router in some layers only
+    routers = sum([not kind.sparse for kind in config.kinds]) if mixed else 0
+    assert expected.n_operations(config, FP32) == calls + 1 - shared + routers
+
+
+def test_the_interpreter_takes_the_roofline_and_each_operation(profile):
+    config = ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
+    prediction = costmodel.predict(config, FP32, profile, n_prompt=100, n_output=10)
+    # A layer: two norms, q k v o, rope twice, kv_append, three of attention, two residuals, gate up act down; and
+    # embed, final_norm, lm_head and sample.
+    assert expected.n_operations(config, FP32) == 8 * 18 + 4
+    launching_s = (8 * 18 + 4) * 2e-5
+    assert prediction.expected.ttft_s == pytest.approx(prediction.roofline.ttft_s + launching_s)
+    assert prediction.expected.tpot_s == pytest.approx(prediction.roofline.tpot_s + launching_s)
+    assert (prediction.expected.basis["engine"], prediction.expected.tpot_range_s) == ("npinfer", None)
+    tiny = costmodel.predict(replace(config, d_model=8, d_ff=8, vocab_size=8, head_dim=2), FP32, profile, 10, 10)
+    assert tiny.expected.decode_bound == "launches"
+
+
+def test_the_engine_of_a_device_without_measured_operations_is_not_known():
+    prediction = costmodel.predict(preset("mistral-7b"), Precision(), "rtx-4090", engine="npinfer")
+    assert (prediction.expected.ttft_s, prediction.expected.tpot_s) == (None, None)
+
+
+def test_times_are_taken_in_turns():
+    ran = []
+    first, second = measure.alternate(lambda: ran.append("a"), lambda: ran.append("b"), repeats=3, before=lambda: ran.append("."))
+    assert ran == [".", "a", ".", "b"] * (measure.WARM_UP + 3)
+    assert len(first) == len(second) == 3 and all(seconds >= 0 for seconds in first + second)
+    assert measure.ratio([1.0, 9.0, 2.0], [4.0, 1.0, 2.0]) == 1.0
+
+
+def test_products_are_all_those_of_a_step():
+    config = ModelConfig(n_layers=2, d_model=12, n_heads=2, d_ff=20, vocab_size=30)
+    model = Transformer.random(config, precision=FP32)
+    n_weights = sum([matrix.rows.size for matrix in measure.matrices(model)])
+    with Ledger() as ledger:
+        model.decode([0], model.new_cache())
+    attention = sum([ledger.total(op=op).matmul_flops for op in ("attn_scores", "attn_mix")])
+    assert 2 * n_weights == ledger.total().matmul_flops - attention
+    measure.products(model, 3)()
+
+
+def test_the_bench_has_a_row_for_each_shape(program, monkeypatch, capsys):
+    bench = program("bench")
+    monkeypatch.setattr(bench, "programs", lambda: {"numpy": 0.1})
+    monkeypatch.setattr(bench, "SHAPES", {"16x2": (2, 1, 24, 40)})
+    monkeypatch.setattr(bench.measure, "streaming_bytes_per_s", lambda n_bytes: 1e10)
+    monkeypatch.setattr(bench.measure, "matmul_flops_per_s", lambda n_rows: 1e11)
+    bench.main(["--shapes", "16x2", "--repeats", "1", "--format", "json"])
+    result = json.loads(capsys.readouterr().out)
+    ratios = result["shapes"]["16x2"]
+    assert ratios.keys() >= {"decode_over_matmuls", "prefill_over_matmuls", "ledger_on_over_off", "decode_share_of_bandwidth"}
+    assert all(value > 0 for value in ratios.values())
+    bench.main(["--shapes", "16x2", "--repeats", "1"])
+    assert "decode step / its matrix products" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tool, arguments, message", [
+    ("bench", ["--shapes", "3x3"], "no shape '3x3'; known: 288x6"),
+    ("bench", ["--repeats", "0"], "--repeats is 0, expected from 1"),
+    ("calibrate", ["host", "file.csv"], "host measures this machine and takes neither"),
+    ("calibrate", ["engines"], "engines takes a file of measurements"),
+])
+def test_bad_input_is_refused_by_name(program, tool, arguments, message):
+    with pytest.raises(costmodel.profiles.InputError, match=message):
+        program(tool).main(arguments)
