@@ -94,7 +94,7 @@ def check(lines, names):
         names[line["name"]] = Fraction(value)
 
 
-@settings(max_examples=80)
+@settings(max_examples=30)
 @given(
     config=configs() | any_config(), precision=precisions(), batch=batches,
     n_prompt=st.integers(1, 9), n_output=st.integers(1, 6), device=devices,
@@ -134,7 +134,7 @@ def test_the_text_gives_the_numbers_of_the_ledger_and_the_prediction(config, pre
         assert value.get(name) == (expected if expected is None else pytest.approx(expected, rel=1e-12)), name
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     config=any_config(), batch=batches, n_prompt=st.integers(1, 9), n_output=st.integers(2, 6),
     some=exceptions("embed", "q_proj", "gate_proj", "down_proj", "down_proj.bias", "attn_norm", "kv_expand", "lm_head"),
