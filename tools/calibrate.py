@@ -53,8 +53,10 @@ def as_text(found, n_usable, n_skipped):
     headers = ["engine", "phase", "rows", "median error", "90th percentile", "measured / predicted"]
     parts.append("cross-validated by device; generic: all engines\n" + table(rows, headers))
     shares = [share for _, share in found["coverage"].values()]
-    inside = _percent(sum(shares) / len(shares))
-    parts.append(f"inside the range of the other devices: {inside} of a device's rows, mean over {len(shares)} devices")
+    inside = "unknown, of too few devices"
+    if shares:
+        inside = f"{_percent(sum(shares) / len(shares))} of a device's rows, mean over {len(shares)} devices"
+    parts.append(f"inside the range of the other devices: {inside}")
     return "\n\n".join(parts)
 
 
