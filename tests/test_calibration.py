@@ -127,3 +127,11 @@ def test_few_devices_are_fitted_or_refused_in_one_line(devices, expected, tmp_pa
     assert result.returncode == (2 if devices == 1 else 0)
     (line,) = [line for line in (result.stdout + result.stderr).splitlines() if expected in line]
     assert devices > 1 or result.stderr == line + "\n"
+
+
+def test_a_date_that_is_none_is_refused():
+    import calibrate
+
+    assert str(calibrate.parser().parse_args(["engines", "x.csv", "--date", "2030-01-02"]).date) == "2030-01-02"
+    with pytest.raises(SystemExit):
+        calibrate.parser().parse_args(["engines", "x.csv", "--date", 'today"'])

@@ -18,8 +18,13 @@ def parser():
     parser.add_argument("what", choices=("engines",))
     parser.add_argument("file", metavar="FILE.csv", help="measurements, columns as in tests/data/README.md")
     parser.add_argument("--write", action="store_true", help="write what was found into the profiles")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the calibration (default today)")
+    parser.add_argument("--date", type=day, default=datetime.date.today(), metavar="YYYY-MM-DD", help="of the calibration (default today)")
     return parser
+
+
+def day(text):
+    """A date, whose text can stand in a TOML file."""
+    return datetime.date.fromisoformat(text)
 
 
 def main(argv):
