@@ -13,6 +13,7 @@ import pytest
 
 import costmodel
 import npinfer
+from npinfer.families import FAMILIES
 
 REPO = Path(__file__).parent.parent
 PACKAGES = ("npinfer", "costmodel")
@@ -160,3 +161,8 @@ def test_files_named_in_the_readme_exist():
     named = re.findall(r"`((?:npinfer|costmodel|tools|tests)/[\w/.]+)`", (REPO / "README.md").read_text())
     assert len(named) >= 4
     assert [path for path in named if not (REPO / path).exists()] == []
+
+
+def test_the_readme_names_the_families_that_are_run():
+    named = re.search(r"The families are (.*?)\.", (REPO / "README.md").read_text(), re.DOTALL)[1]
+    assert re.split(r",\s+|\s+and\s+", named) == list(FAMILIES)
