@@ -211,7 +211,9 @@ def calibrate(rows):
     """
     names, rows = determined(rows)
     if not names:
-        raise InputError(f"no parameter can be fitted: each takes rows of {DEVICES_OF_PARAMETER} devices at least; add measurements")
+        raise InputError(
+            f"no parameter can be fitted: each takes rows of {DEVICES_OF_PARAMETER} devices at least; add measurements"
+        )
     fitted = [row for row in rows if row.fitted]
     values, predicted_s = fit(fitted, names), cross_validated(rows, names)
     found = {}

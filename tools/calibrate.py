@@ -13,18 +13,19 @@ from common import Parser, run, table, write
 from costmodel import calibration, engines, measurements
 
 
+def day(text):
+    """A date, whose text can stand in a TOML file."""
+    return datetime.date.fromisoformat(text)
+
+
 def parser():
     parser = Parser(prog="calibrate.py", description=__doc__)
     parser.add_argument("what", choices=("engines",))
     parser.add_argument("file", metavar="FILE.csv", help="measurements, columns as in tests/data/README.md")
     parser.add_argument("--write", action="store_true", help="write what was found into the profiles")
-    parser.add_argument("--date", type=day, default=datetime.date.today(), metavar="YYYY-MM-DD", help="of the calibration (default today)")
+    today = datetime.date.today()
+    parser.add_argument("--date", type=day, default=today, metavar="YYYY-MM-DD", help="of the calibration (default today)")
     return parser
-
-
-def day(text):
-    """A date, whose text can stand in a TOML file."""
-    return datetime.date.fromisoformat(text)
 
 
 def main(argv):
