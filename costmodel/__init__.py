@@ -4,12 +4,15 @@
     config = npinfer.preset("mistral-7b")
     costmodel.predict(config, npinfer.Precision(), "rtx-4090").floor.tpot_s
 
-Read tensors (what a model weighs), loads, forms and operations (counts as
-formulas), formulas (the public closed forms), profiles (GPUs), prediction (from
-counts to seconds: levels), engines and expected (what a real engine adds), then
-caching (what reuse saves), line (what makes latency a line, and where it bends),
-textbook (the chapter's claims, each computed), explain (formulas that print
-themselves) and advice (what to change first).
+Read tensors, storage and sizes (what a model weighs), loads, forms, experts and
+operations (counts as formulas), formulas (the public closed forms), profiles and
+parallel (GPUs), levels and prediction (from counts to seconds), engines and
+expected (what a real engine adds); then report (what a trace is made of),
+traced and explain (formulas that print themselves), levers and advice (what to
+change first), caching and replay (what reuse saves), line (what makes latency a
+line, and where it bends), textbook (the chapter's claims, each computed),
+published, measurements and validation (against measurements) and calibration
+(engines fitted to them).
 """
 
 from costmodel import formulas, line

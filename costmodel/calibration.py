@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from costmodel import engines, expected, prediction
+from npinfer.errors import InputError
 
 ITERATIONS = 30  # of the reweighted least squares; the parameters move by less than 0.1 % after 20
 NEAREST = 0.02  # relative error below which a row weighs no more
@@ -169,7 +170,8 @@ def range_of(rows, predicted_s):
 def coverage(rows, predicted_s):
     """Share of each device's rows inside the range of the other devices' residuals: device -> (rows, share).
 
-    The range of the same engine and phase, or of all engines where too few devices have that one.
+    The range of the same engine and phase, or of all engines where too few devices have that one; rows of a phase
+    that too few devices have at all are left out.
     """
     found = {}
     known = [(row, s) for row, s in zip(rows, predicted_s) if row.fitted]
@@ -183,10 +185,12 @@ def coverage(rows, predicted_s):
             if key not in spans:
                 phase = [(other, t) for other, t in others if other.phase == row.phase]
                 own = [(other, t) for other, t in phase if other.engine.name == row.engine.name]
-                spans[key] = (own and range_of(*zip(*own))) or range_of(*zip(*phase))
-            low, high = spans[key]
-            inside.append(low <= row.measured_s / s <= high)
-        found[device] = len(inside), float(np.mean(inside))
+                spans[key] = (own and range_of(*zip(*own))) or (phase and range_of(*zip(*phase)))
+            if spans[key]:
+                low, high = spans[key]
+                inside.append(low <= row.measured_s / s <= high)
+        if inside:
+            found[device] = len(inside), float(np.mean(inside))
     return found
 
 
@@ -199,8 +203,17 @@ def calibrate(rows):
         "parameters": name -> value, rows, devices; "engines": name -> phase -> `statistics` of
         cross-validated predictions, generic's those of all engines; "predicted_s": those, in the
         order of `rows`; "coverage".
+
+    Raises
+    ------
+    InputError
+        If the rows determine no parameter.
     """
     names, rows = determined(rows)
+    if not names:
+        raise InputError(
+            f"no parameter can be fitted: each takes rows of {DEVICES_OF_PARAMETER} devices at least; add measurements"
+        )
     fitted = [row for row in rows if row.fitted]
     values, predicted_s = fit(fitted, names), cross_validated(rows, names)
     found = {}

@@ -6,9 +6,12 @@
         npinfer.generate(model, tokens, n_output=100)
     ledger.total(phase="decode").weight_bytes_read
 
-Read config (what a model is), ledger (what is counted), ops (each operation
-and its cost), model (the equations), kvcache and generate, in this order; then
-blocks and reuse (what the caches share), caches and sessions.
+Read config (what a model is), ledger (what is counted), operation and ops (each
+operation and its cost) with attention and experts, layers and model (the
+equations), kvcache, generate and sampling; then families and hf (models from a
+published config.json), checkpoint and gguf_model (their weights) and text (their
+tokens); then blocks and reuse (what the caches share), caches, segments and
+sessions.
 """
 
 from npinfer.config import ModelConfig

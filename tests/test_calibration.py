@@ -113,3 +113,25 @@ def test_the_command_prints_the_same_each_time():
     first, second = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert first == second
     assert "cross-validated by device" in first and "layer_metal" in first
+
+
+@pytest.mark.parametrize("devices, expected", [
+    (1, "no parameter can be fitted: each takes rows of 2 devices at least"),
+    (2, "inside the range of the other devices: unknown, of too few devices"),
+])  # fmt: skip
+def test_few_devices_are_fitted_or_refused_in_one_line(devices, expected, tmp_path):
+    """Lines 2 and 3 of the sample are a decode and a prefill on one device, 4 and 5 the same on another."""
+    few = tmp_path / "few.csv"
+    few.write_text("".join(SAMPLE.read_text(encoding="utf-8").splitlines(keepends=True)[: 1 + 2 * devices]), encoding="utf-8")
+    result = subprocess.run([sys.executable, ROOT / "tools" / "calibrate.py", "engines", few], capture_output=True, text=True)
+    assert result.returncode == (2 if devices == 1 else 0)
+    (line,) = [line for line in (result.stdout + result.stderr).splitlines() if expected in line]
+    assert devices > 1 or result.stderr == line + "\n"
+
+
+def test_a_date_that_is_none_is_refused():
+    import calibrate
+
+    assert str(calibrate.parser().parse_args(["engines", "x.csv", "--date", "2030-01-02"]).date) == "2030-01-02"
+    with pytest.raises(SystemExit):
+        calibrate.parser().parse_args(["engines", "x.csv", "--date", 'today"'])

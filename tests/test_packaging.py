@@ -13,6 +13,7 @@ import pytest
 
 import costmodel
 import npinfer
+from npinfer.families import FAMILIES
 
 REPO = Path(__file__).parent.parent
 PACKAGES = ("npinfer", "costmodel")
@@ -160,3 +161,15 @@ def test_files_named_in_the_readme_exist():
     named = re.findall(r"`((?:npinfer|costmodel|tools|tests)/[\w/.]+)`", (REPO / "README.md").read_text())
     assert len(named) >= 4
     assert [path for path in named if not (REPO / path).exists()] == []
+
+
+def test_the_readme_names_the_families_that_are_run():
+    named = re.search(r"The families are (.*?)\.", (REPO / "README.md").read_text(), re.DOTALL)[1]
+    assert re.split(r",\s+|\s+and\s+", named) == list(FAMILIES)
+
+
+@pytest.mark.parametrize("package, n_least", [(npinfer, 15), (costmodel, 20)], ids=PACKAGES)
+def test_the_reading_order_of_a_package_names_its_modules(package, n_least):
+    order = re.sub(r"\(.*?\)", "", re.search(r"^Read (.*?)\.$", package.__doc__, re.DOTALL | re.MULTILINE)[1], flags=re.DOTALL)
+    named = [word for word in re.findall(r"[a-z_]+", order) if word not in ("and", "then", "with")]
+    assert len(named) >= n_least and set(named) <= {path.stem for path in modules(package.__name__)}

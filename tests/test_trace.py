@@ -152,6 +152,12 @@ def test_every_command_of_the_readme_is_accepted(tool):
     assert "usage: trace.py" in start(TOOL, "--help").stdout
 
 
+def test_its_help_names_the_formats_that_it_takes(tool, run):
+    known = run("--weights", "fp3").err.partition("known: ")[2].strip()
+    help_ = " ".join(tool.trace.parser().format_help().split())
+    assert "mxfp4" in known and f"--weights FORMAT {known.replace(', ', ' ')} --kv FORMAT" in help_
+
+
 def test_the_examples_of_its_help_are_accepted(tool):
     commands = re.findall(r"^ +python tools/trace\.py (.*)$", tool.trace.__doc__, re.MULTILINE)
     assert commands

@@ -330,6 +330,7 @@ BAD = [
     ("--stop", "--stop waits for a token, which only a numeric run has; add --numeric"),
     ("--stop --numeric", "and mistral-7b says none"),
     ("--experts all --numeric", "a numeric one reads those that its tokens choose"),
+    ("--experts all", "--experts is for models that have some, and mistral-7b has none; leave it out"),
     ("--experts most", "invalid choice: 'most'"),
     ("--model gpt-2", "gpt-2 has learned 1024 positions and 1099 are asked for; use fewer --prompt-tokens or --output-tokens"),
     ("--checkpoint GOLDEN/gpt2 --numeric", "gpt2 has learned 128 positions and 1099 are asked for"),

@@ -15,13 +15,19 @@ from costmodel import calibration, engines, measurements
 from npinfer.errors import InputError
 
 
+def day(text):
+    """A date, whose text can stand in a TOML file."""
+    return datetime.date.fromisoformat(text)
+
+
 def parser():
     parser = Parser(prog="calibrate.py", description=__doc__)
     parser.add_argument("what", choices=("engines", "host"))
     parser.add_argument("file", metavar="FILE.csv", nargs="?", help="measurements, columns as in tests/data/README.md (engines)")
     parser.add_argument("--output", metavar="FILE.toml", help="write the profile there instead of printing (host)")
     parser.add_argument("--write", action="store_true", help="write what was found into the profiles")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="of the calibration (default today)")
+    today = datetime.date.today()
+    parser.add_argument("--date", type=day, default=today, metavar="YYYY-MM-DD", help="of the calibration (default today)")
     return parser
 
 
@@ -64,8 +70,10 @@ def as_text(found, n_usable, n_skipped):
     headers = ["engine", "phase", "rows", "median error", "90th percentile", "measured / predicted"]
     parts.append("cross-validated by device; generic: all engines\n" + table(rows, headers))
     shares = [share for _, share in found["coverage"].values()]
-    inside = _percent(sum(shares) / len(shares))
-    parts.append(f"inside the range of the other devices: {inside} of a device's rows, mean over {len(shares)} devices")
+    inside = "unknown, of too few devices"
+    if shares:
+        inside = f"{_percent(sum(shares) / len(shares))} of a device's rows, mean over {len(shares)} devices"
+    parts.append(f"inside the range of the other devices: {inside}")
     return "\n\n".join(parts)
 
 

@@ -16,6 +16,7 @@ import costmodel
 import npinfer
 from costmodel import report
 from npinfer.checks import whole
+from npinfer.formats import ALLOWED
 from npinfer.generate import no_tokens
 
 MAX_OUTPUT_TOKENS = 2**17  # a shape-only step still takes some 50 us
@@ -44,9 +45,8 @@ def parser():
     chosen.add_argument("--top-p", type=float, metavar="X", help="draw from the likeliest that have this probability in sum")
     chosen.add_argument("--stop", action="store_true", help="with --numeric: end at the model's end-of-text token")
     formats = parser.add_argument_group("storage formats (default fp16; a checkpoint's own, with fp32 KV and activations)")
-    formats.add_argument("--weights", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8 int4")
-    formats.add_argument("--kv", metavar="FORMAT", help="fp32 fp16 bf16 fp8 int8")
-    formats.add_argument("--activations", metavar="FORMAT", help="fp32 fp16 bf16 fp8")
+    for kind, names in ALLOWED.items():
+        formats.add_argument(f"--{kind}", metavar="FORMAT", help=" ".join(names))
     formats.add_argument("--bits-per-weight", type=float, metavar="X", help="average bits of mixed formats, scales included")
     device = parser.add_argument_group("device")
     device.add_argument("--gpu", action="append", metavar="NAME|FILE.toml", help="may be repeated (default rtx-4090), see --list-gpus")

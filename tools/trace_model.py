@@ -28,6 +28,8 @@ def make_model(args, seed):
     config, precision, checkpoint = described(args)
     if args.stop and not config.eos_token_ids:
         raise npinfer.InputError(f"--stop needs a config that says which token ends a text, and {config.name} says none")
+    if args.experts and not config.experts:
+        raise npinfer.InputError(f"--experts is for models that have some, and {config.name} has none; leave it out")
     n_positions = args.prompt_tokens + args.output_tokens - 1
     if config.learned_positions and n_positions > config.max_context:
         raise npinfer.InputError(
