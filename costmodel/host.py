@@ -31,7 +31,7 @@ def measured():
         "matmul_flops_per_s": {name: product for name in ("fp32", "fp16", "bf16")},
         "vector_flops_per_s": measure.vector_flops_per_s(),
         "last_level_cache_bytes": _last_level(),
-        "operation_s": measure.operation_s(),
+        "operation_s": measure.operation_s(bandwidths[max(bandwidths)]),
         "bandwidths": bandwidths,
     }
 

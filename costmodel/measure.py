@@ -14,6 +14,7 @@ import npinfer
 from npinfer import activations, ops
 from npinfer.specs import Array, spec
 
+FP32 = npinfer.Precision("fp32", "fp32", "fp32")
 WARM_UP = 2  # runs that are not timed: threads start, memory comes in
 
 
@@ -119,26 +120,24 @@ def record_s(repeats=9):
     return (min(with_it) - min(without)) / 2000
 
 
-def operation_s(repeats=9):
-    """Seconds of an operation beside its arithmetic, in the mean of a decode step, with the caches full of weights.
+def operation_s(memory_bytes_per_s, repeats=25):
+    """Seconds of an operation beside the bytes it streams, in the mean of a decode step.
 
-    A step of a model so small that its arithmetic is next to nothing, timed
-    after a pass over more memory than a cache holds: that is how the
-    operations between two large products find their code and their data.
+    A step of a model of 512 columns less its weights' bytes at full bandwidth:
+    Python and NumPy between the products, which find their code and data
+    evicted by the weights, and the start and end of each product.
     """
-    config = npinfer.ModelConfig(n_layers=8, d_model=32, n_heads=4, d_ff=32, vocab_size=32)
-    model = npinfer.Transformer.random(config, precision=npinfer.Precision("fp32", "fp32", "fp32"))
-    cache = model.new_cache(capacity=4 * (repeats + WARM_UP) + 32)
+    config = npinfer.ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
+    model = npinfer.Transformer.random(config, precision=FP32)
+    cache = model.new_cache(capacity=repeats + WARM_UP + 33)
     model.prefill(np.zeros((1, 32), int), cache)
     with npinfer.Ledger() as ledger:
         model.decode([0], cache)
     n_operations = sum([entry.calls for entry in ledger.entries()])
-    passes = np.ones(2**22, np.float32)  # 16 MiB
 
     def step():
         with npinfer.Ledger():
             model.decode([0], cache)
 
-    (times_s,) = alternate(step, repeats=repeats, before=passes.sum)
-    return median(times_s) / n_operations
-
+    (times_s,) = alternate(step, repeats=repeats)
+    return max(0.0, median(times_s) - ledger.total().weight_bytes_read / memory_bytes_per_s) / n_operations

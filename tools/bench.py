@@ -33,7 +33,6 @@ SHAPES = {
     "2048x8": (32, 8, 5632, 32000),
     "4096x1": (32, 8, 14336, 32000),
 }
-FP32 = npinfer.Precision("fp32", "fp32", "fp32")
 N_PREFILL = 512  # tokens of a timed prefill
 CONTEXT = 32  # tokens in the cache when steps are timed: 32 to 96 with the default repeats
 
@@ -78,7 +77,7 @@ def host():
         "blas": f"{blas.get('name')} {blas.get('version')}",
         "memory_bytes_per_s": measure.streaming_bytes_per_s(2**28),
         "matmul_flops_per_s": measure.matmul_flops_per_s(N_PREFILL),
-        "operation_s": measure.operation_s(),
+        "record_s": measure.record_s(),
     }
 
 
@@ -100,7 +99,7 @@ def of_shape(name, memory_bytes_per_s, repeats):
     d_model, n_layers = map(int, name.split("x"))
     n_heads, n_kv_heads, d_ff, vocab_size = SHAPES[name]
     config = npinfer.ModelConfig(n_layers, d_model, n_heads, d_ff, vocab_size, n_kv_heads=n_kv_heads, name=name)
-    model = npinfer.Transformer.random(config, precision=FP32)
+    model = npinfer.Transformer.random(config, precision=measure.FP32)
     cache = model.new_cache(capacity=CONTEXT + 3 * (repeats + measure.WARM_UP))
     model.prefill(np.zeros((1, CONTEXT), int), cache)
 
@@ -119,7 +118,7 @@ def of_shape(name, memory_bytes_per_s, repeats):
         _cached_start(model, prompt),
         repeats=3,
     )
-    streamed = costmodel.formulas.weight_bytes(config, FP32, streamed=True)
+    streamed = costmodel.formulas.weight_bytes(config, measure.FP32, streamed=True)
     return {
         "decode_over_matmuls": measure.ratio(recorded, bare),
         "prefill_over_matmuls": measure.ratio(cold, products),
@@ -173,7 +172,7 @@ def as_text(result):
     lines.append(f"{rates['cpu']}, {rates['n_cpus']} CPUs; Python {rates['python']}, NumPy {rates['numpy']}, {rates['blas']}, threads: {rates['threads']}")
     lines.append(
         f"memory {rates['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, "
-        f"an operation {seconds(rates['operation_s'])}"
+        f"recording an operation {seconds(rates['record_s'])}"
     )
     rows = {
         "decode step / its matrix products": ("decode_over_matmuls", "{:.3f}"),
