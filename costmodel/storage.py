@@ -21,9 +21,15 @@ def matrix_bytes(format_, d_out, d_in):
 
 def embedding_bytes(config, precision, n_rows):
     """Bytes of so many rows of the embedding, each with its scales; `n_rows` may be an array."""
-    d, (format_,) = config.d_model, formats(precision, "embed", (None,), is_matrix=True)
-    scales = {"int8": 1, "int4": -(-d // 128)}.get(format_, 0)
-    return _ceil_bytes(format_.bits, n_rows * d) + SCALE_BYTES * scales * n_rows
+    format_, scales = _embedding_format(config.d_model, precision)
+    return _ceil_bytes(format_.bits, n_rows * config.d_model) + SCALE_BYTES * scales * n_rows
+
+
+@lru_cache(maxsize=256)
+def _embedding_format(d_model, precision):
+    """Format of the embedding, and scales of one row."""
+    (format_,) = formats(precision, "embed", (None,), is_matrix=True)
+    return format_, {"int8": 1, "int4": -(-d_model // 128)}.get(format_, 0)
 
 
 def kv_token_bytes(config, precision):

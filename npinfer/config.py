@@ -167,6 +167,15 @@ class ModelConfig:
         self._set("window_pattern", tuple([flag("window_pattern", has) for has in self.window_pattern]))
         self._check_together()
 
+    def __hash__(self):
+        # Worked once: memos of closed forms ask for it at every prediction, and there are some forty fields.
+        if "_hash" not in self.__dict__:
+            self._set("_hash", hash(tuple([getattr(self, each.name) for each in fields(self) if each.compare])))
+        return self._hash
+
+    def __getstate__(self):
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # it holds in this process only
+
     def _check_together(self):
         """Raise `ConfigError` where fields that are right by themselves contradict each other."""
         if self.rope_dim % 2:

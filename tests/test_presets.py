@@ -375,3 +375,13 @@ def test_values_of_another_kind_are_refused_by_name(fields, match):
 def test_numpy_numbers_serve_as_settings():
     assert changed(rope_theta=np.int64(10000), norm_eps=np.float64(1e-5)) == T1
     assert type(changed(norm_eps=np.float64(1e-5)).norm_eps) is float
+
+
+def test_a_config_that_went_through_a_file_is_the_same_key():
+    """Hashes of texts differ from process to process; one that was kept must not travel."""
+    config = preset("gemma-3-1b")
+    memo = {config: "found"}
+    again = pickle.loads(pickle.dumps(config))
+    assert "_hash" in config.__dict__ and "_hash" not in again.__dict__
+    assert memo[again] == "found" and memo.get(replace(config, d_ff=1)) is None
+    assert hash(replace(config, name="another")) == hash(config)
