@@ -80,7 +80,8 @@ def _phases(advice):
         lines.append(f"{name}: {phase['flops_per_byte']:.1f} FLOP/B{ridge}; bound by {bounds}")
     crossing = advice["breakeven_n_output"][advice["ranked_by"]]
     if crossing is not None:
-        lines.append(f"the decode takes longer than the prefill from {crossing:,} output tokens on; the {advice['dominates']} dominates here")
+        overtakes = f"the decode takes longer than the prefill from {crossing:,} output tokens on"
+        lines.append(f"{overtakes}; the {advice['dominates']} dominates here")
     return lines
 
 

@@ -89,7 +89,10 @@ def programs():
         "import npinfer, costmodel": ["-c", "import npinfer, costmodel"],
         "default trace": [os.path.join(here, "trace.py")],
     }
-    starts = [lambda command=command: subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True) for command in commands.values()]
+    starts = [
+        lambda command=command: subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
+        for command in commands.values()
+    ]
     times_s = [median(each) for each in measure.alternate(*starts, repeats=7)]
     return {name: time_s - (times_s[0] if name != "numpy" else 0) for name, time_s in zip(commands, times_s)}
 
@@ -169,7 +172,8 @@ def shape_only():
 
 def as_text(result):
     rates, lines = result["host"], []
-    lines.append(f"{rates['cpu']}, {rates['n_cpus']} CPUs; Python {rates['python']}, NumPy {rates['numpy']}, {rates['blas']}, threads: {rates['threads']}")
+    lines.append(f"{rates['cpu']}, {rates['n_cpus']} CPUs, threads: {rates['threads']}")
+    lines.append(f"Python {rates['python']}, NumPy {rates['numpy']}, {rates['blas']}")
     lines.append(
         f"memory {rates['memory_bytes_per_s'] / 1e9:.1f} GB/s, products {rates['matmul_flops_per_s'] / 1e9:.1f} GFLOP/s, "
         f"recording an operation {seconds(rates['record_s'])}"
@@ -183,14 +187,18 @@ def as_text(result):
         "tokens per second": ("tokens_per_s", "{:.1f}"),
     }
     shapes = result["shapes"]
-    lines += ["", table([(label, *[form.format(each[key]) for each in shapes.values()]) for label, (key, form) in rows.items()], ("", *shapes))]
+    cells = [(label, *[form.format(each[key]) for each in shapes.values()]) for label, (key, form) in rows.items()]
+    lines += ["", table(cells, ("", *shapes))]
     counted = result["shape_only"]
     lines += ["", table([
         ("shape-only step, 7B", seconds(counted["decode_step_s"])),
         ("one operation of it", seconds(counted["operation_s"])),
         ("closed-form points", f"{counted['closed_form_points_per_s'] / 1e6:.1f} million/s"),
         ("one prediction", seconds(counted["prediction_s"])),
-        *[(f"process: {name}{' beyond that' if name != 'numpy' else ''}", seconds(time_s)) for name, time_s in result["programs"].items()],
+        *[
+            (f"process: {name}{' beyond that' if name != 'numpy' else ''}", seconds(time_s))
+            for name, time_s in result["programs"].items()
+        ],
     ])]  # fmt: skip
     return "\n".join(lines)
 

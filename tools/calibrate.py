@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Fit the engine profiles to published measurements, and say how well they predict devices they have not seen; or measure this machine.
+"""Fit the engine profiles to published measurements, and say how well they predict devices not seen; or measure this machine.
 
     python tools/calibrate.py engines MEASUREMENTS.csv             # print
     python tools/calibrate.py engines MEASUREMENTS.csv --write     # and write costmodel/engines.toml
