@@ -60,6 +60,16 @@ def write(text, path=None):
         raise InputError(f"--output {path}: cannot be written ({error.strerror}); give a path in a folder that exists") from None
 
 
+def csv_text(header, rows):
+    """Rows of values as CSV, without a line break at its end."""
+    import csv
+    import io
+
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([header, *rows])
+    return text.getvalue().rstrip("\n")
+
+
 def table(rows, headers=()):
     """Rows as aligned text: the first column to the left, the others to the right."""
     from tabulate import tabulate  # slow to import, and only tables need it

@@ -4,9 +4,8 @@
     python tools/replay.py conversation.jsonl --capacity unbounded --capacity "10000 blocks" --capacity "64 GiB"
 """
 
-import io
 
-from common import Parser, Progress, run, scaled, seconds, table, write
+from common import Parser, Progress, csv_text, run, scaled, seconds, table, write
 
 import costmodel
 import npinfer
@@ -111,14 +110,8 @@ def as_json(result):
 
 
 def as_csv(result):
-    import csv
-
     rows = list(rows_of(result))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().rstrip("\n")
+    return csv_text(rows[0], [row.values() for row in rows])
 
 
 FORMATS = {"table": as_text, "json": as_json, "csv": as_csv}

@@ -15,10 +15,9 @@ Rows that quote a number keep the chapter's example: the Mistral-7B shape in fp1
 output tokens. --model, --gpu and --eta are for the others.
 """
 
-import io
 import textwrap
 
-from common import Parser, run, table, write
+from common import Parser, csv_text, run, table, write
 
 from costmodel.textbook import SECTIONS, chapter
 from costmodel.textbook_rows import Row, Setting
@@ -83,13 +82,7 @@ def as_json(rows, setting):
 
 
 def as_csv(rows, setting):
-    import csv
-
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(Row._fields)
-    writer.writerows(rows)
-    return text.getvalue().rstrip("\n")
+    return csv_text(Row._fields, rows)
 
 
 FORMATS = {"table": as_text, "json": as_json, "csv": as_csv}

@@ -14,7 +14,7 @@ from trace_text import as_text
 
 import costmodel
 import npinfer
-from costmodel import report
+from costmodel import prediction, report
 from npinfer.checks import whole
 from npinfer.formats import ALLOWED
 from npinfer.generate import no_tokens
@@ -61,7 +61,7 @@ def parser():
     mode.add_argument("--detail", choices=("phase", "op", "layer", "step"), default="phase", help="rows of the counts (default phase)")
     mode.add_argument("--explain", action="store_true", help="the formula of each headline number, its values, and the textbook's section")
     mode.add_argument("--advise", action="store_true", help="what to change first, and what each change would save")
-    mode.add_argument("--format", choices=("table", "json"), default="table")
+    mode.add_argument("--format", choices=("table", "json", "csv", "chrome"), default="table", help="chrome: the predicted timeline, for Perfetto")
     mode.add_argument("--output", metavar="FILE", help="write there instead of printing")
     mode.add_argument("--list-gpus", action="store_true")
     mode.add_argument("--list-models", action="store_true")
@@ -91,6 +91,7 @@ def main(argv):
     options = {"sampler": sampler_of(args, seed), "stop": args.stop, "explain": args.explain, "advise": args.advise}
     options |= {"engine": args.engine, "n_gpus": args.gpus}
     model = make_model(args, seed)
+    devices = [prediction.device(model.config, model.precision, gpu, args.engine, args.gpus, args.compute) for gpu in gpus]
     tokens = prompt_ids(args, text, model.config.vocab_size, size, seed)
     shown = text if text and args.numeric else Progress("token", args.output_tokens)
     try:
@@ -114,6 +115,14 @@ def main(argv):
         import json
 
         return write(json.dumps(result, indent=1), args.output)
+    if args.format == "csv":
+        from trace_export import as_csv
+
+        return write(as_csv(result, args.detail), args.output)
+    if args.format == "chrome":
+        from trace_export import as_chrome
+
+        return write(as_chrome(ledger, devices), args.output)
     write(as_text(result, args.detail), args.output)
 
 

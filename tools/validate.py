@@ -8,10 +8,8 @@ Errors are |predicted / measured - 1|, as median and 90th percentile.  A floor v
 floor of the format that the engine computes in.  Columns: tests/data/README.md.
 """
 
-import csv
-import io
 
-from common import Parser, run, table, write
+from common import Parser, csv_text, run, table, write
 
 from costmodel import measurements, validation
 
@@ -79,15 +77,14 @@ def _percent(share):
 
 def as_csv(result):
     """The groups, one a line."""
-    text = io.StringIO()
     names = ("metric", "engine", "batch", "rows", "floor_violations")
     errors = [(level, error) for level in validation.LEVELS for error in ("median_error", "p90_error")]
-    lines = csv.writer(text, lineterminator="\n")
-    lines.writerow([*names, *[f"{level}_{error}" for level, error in errors], "interval_coverage"])
-    for group in result["groups"]:
-        values = [group[level][error] for level, error in errors]
-        lines.writerow([*[group[name] for name in names], *values, group["interval_coverage"]])
-    return text.getvalue().rstrip("\n")
+    header = [*names, *[f"{level}_{error}" for level, error in errors], "interval_coverage"]
+    rows = [
+        [*[group[name] for name in names], *[group[level][error] for level, error in errors], group["interval_coverage"]]
+        for group in result["groups"]
+    ]
+    return csv_text(header, rows)
 
 
 if __name__ == "__main__":
