@@ -254,16 +254,17 @@ def rope(x, rotation, *, n_kept=0):
     Half-split pairs, as published Llama checkpoints are laid out.
     Source: Su et al. 2021, "RoFormer", arXiv:2104.09864, eq. 34.
     """
-    cos, sin = rotation
-    middle, stop = n_kept + cos.shape[-1], n_kept + 2 * cos.shape[-1]
-    first, second = x[..., n_kept:middle], x[..., middle:stop]
-    out = np.empty_like(x) if stop - n_kept == x.shape[-1] else x.copy()
-    turned = out[..., n_kept:middle]
-    np.multiply(first, cos, out=turned)
-    turned -= second * sin
-    turned = out[..., middle:stop]
-    np.multiply(second, cos, out=turned)
-    turned += first * sin
+    cos, sin = rotation[:, :, None]  # (T, 1, half)
+    half = cos.shape[-1]
+    moved = x[..., n_kept : n_kept + 2 * half]
+    pairs = moved.reshape(*x.shape[:-1], 2, half)  # first and second elements, in rows
+    turned, crossed = pairs * cos, pairs[..., ::-1, :] * sin
+    turned[..., 0, :] -= crossed[..., 0, :]
+    turned[..., 1, :] += crossed[..., 1, :]
+    if moved.shape == x.shape:
+        return turned.reshape(x.shape)
+    out = x.copy()
+    out[..., n_kept : n_kept + 2 * half] = turned.reshape(moved.shape)
     return out
 
 
