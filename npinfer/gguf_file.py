@@ -217,12 +217,12 @@ def open_gguf(path):
     InputError
         If the gguf package is missing.
     """
-    gguf = gguf_package()
     path = str(path)
     buffer = _map(path)
     header = _Header(path, buffer)
     if buffer[:4] != b"GGUF":
         raise _fault(path, f"begins with {buffer[:4]!r}, expected b'GGUF'", "not such a file (Git LFS pointer?): download it")
+    gguf = gguf_package()  # once there is something for it to read
     header.at = 4
     (version,) = header.numbers("I")
     if version not in (2, 3):
