@@ -11,7 +11,6 @@ import platform
 from costmodel import measure
 
 BANDWIDTH_SIZES = (2**15, 2**17, 2**19, 2**21, 2**23, 2**25, 2**27, 2**29)
-LAST_LEVEL_DROP = 0.7  # a size that streams slower than this share of the fastest does not lie in a cache
 PRODUCT_ROWS = 512
 
 

@@ -69,6 +69,7 @@ class Tensors:
 
     def __init__(self, folder, stored):
         self._folder, self._stored = folder, stored
+        self._buffers = list({id(tensor.buffer): tensor.buffer for tensor in stored.values() if len(tensor.buffer)}.values())
 
     def __contains__(self, name):
         return name in self._stored
@@ -113,7 +114,11 @@ class Tensors:
         """The values as float32, exactly: the view that `read` gives of fp32, a widened copy of fp16 and bf16.
 
         `part` is called with what `read` gives, and what it returns of that is widened.
+        What was read before is let go of: most of it has been copied, and a view finds its pages again when it is used.
         """
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for buffer in self._buffers:
+                buffer.madvise(mmap.MADV_DONTNEED)
         values = part(self.read(name))
         if self.dtype(name) != "bf16":
             return values.astype(np.float32, copy=False)

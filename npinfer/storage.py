@@ -26,7 +26,8 @@ def packed(values, format_):
     Returns
     -------
     uint16 array for bf16 (the upper half of each float32), float16 for fp16,
-    int8 for int8 and int4 (a code each); `values` itself for other formats.
+    int8 for int8 and int4 (a code each); `values` itself for other formats,
+    and float32 for fp16 that is not finite.
     """
     if format_ == "bf16":
         out = np.empty(values.shape, np.uint16)
@@ -37,7 +38,8 @@ def packed(values, format_):
         return out
     if format_ == "fp16":
         with np.errstate(over="ignore"):
-            return values.astype(np.float16)
+            halves = values.astype(np.float16)
+        return halves if np.isfinite(halves).all() else halves.astype(np.float32)  # `widen` knows no infinity in 16 bits
     return values if format_.group is None else values.astype(np.int8)
 
 

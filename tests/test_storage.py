@@ -77,3 +77,10 @@ def test_several_tiles_and_less_memory(weights, share):
     tokens = some_tokens(config, 1, 5)
     first, second = [generate(model, tokens, 6) for model in models]
     assert first.tokens.tolist() == second.tokens.tolist()
+
+
+def test_what_fp16_makes_infinite_is_kept_as_float32():
+    values = np.array([[1.0, 1e6], [-1e6, 0.5]], np.float32)
+    assert packed(values, FORMATS["fp16"]).tolist() == [[1.0, np.inf], [-np.inf, 0.5]]
+    assert packed(values, FORMATS["fp16"]).dtype == np.float32
+    assert packed(values[:, :1][:1], FORMATS["fp16"]).dtype == np.float16
