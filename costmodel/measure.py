@@ -110,7 +110,7 @@ def record_s(repeats=9):
 
     def run():
         for _ in range(2000):
-            ops.residual(x, x, op="attn_residual")
+            ops.attn_residual(x, x)
 
     def recorded():
         with npinfer.Ledger():

@@ -74,8 +74,9 @@ def _activations(config, batch, n_prompt, n_output):
     if config.latent:  # keys of all positions, and the product that values and the rest of the keys are parts of
         expanded = config.n_heads * (2 * config.head_dim - config.rope_dim + config.value_dim)
         attention += batch * (n_prompt + n_output) * expanded
-    mlp = n_tokens * 4 * config.d_ff if any(not kind.sparse for kind in config.kinds) else 0
+    n_parts = {"gelu": 2, "clamped_swiglu": 5}.get(config.mlp_act, 3)  # the projections, what an activation makes of them
+    mlp = n_tokens * n_parts * config.d_ff if any(not kind.sparse for kind in config.kinds) else 0
     if experts:
-        of_one = experts.n_active * (d + 4 * experts.d_ff) // experts.n_experts
-        mlp = max(mlp, n_tokens * (experts.n_active * d + max(of_one, 4 * experts.n_shared * experts.d_ff)))
+        of_one = experts.n_active * (d + n_parts * experts.d_ff) // experts.n_experts
+        mlp = max(mlp, n_tokens * (experts.n_active * d + max(of_one, n_parts * experts.n_shared * experts.d_ff)))
     return n_tokens * 3 * d + max(attention, mlp) + batch * config.vocab_size

@@ -3,8 +3,6 @@
 All are entered as mlp_act; conventions are those of `npinfer.ops`.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from npinfer.errors import ShapeError
@@ -29,8 +27,8 @@ def swiglu(gate, up):
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202, eq. 6.
     """
-    with np.errstate(over="ignore"):  # exp(-x) may be infinite; x / inf is the right limit, 0
-        out = np.exp(-gate)
+    out = -gate
+    np.exp(out, out=out)  # may be infinite; x / inf is the right limit, 0
     out += 1
     np.divide(gate, out, out=out)
     out *= up
@@ -45,12 +43,14 @@ def clamped_swiglu(gate, up, *, limit, alpha):
     transformers, src/transformers/models/gpt_oss/modeling_gpt_oss.py.
     """
     gate = np.minimum(gate, limit)
-    up = np.minimum(np.maximum(up, -limit), limit)
-    with np.errstate(over="ignore"):
-        out = np.exp(-gate * alpha)
+    up = np.maximum(up, -limit)
+    np.minimum(up, limit, out=up)
+    out = gate * -alpha
+    np.exp(out, out=out)
     out += 1
     np.divide(gate, out, out=out)
-    out *= up + 1
+    up += 1
+    out *= up
     return out
 
 
@@ -87,18 +87,8 @@ def _gelu(x):
     return out
 
 
-class Act(NamedTuple):
-    """The activation of an MLP: an operation on its projections, with the settings it takes."""
-
-    op: object
-    settings: tuple = ()
-
-    def __call__(self, *operands):
-        return self.op(*operands, **dict(self.settings))
-
-
 def act_of(config):
-    """The `Act` of a model."""
-    by_name = {"swiglu": swiglu, "geglu": geglu, "gelu": gelu, "clamped_swiglu": clamped_swiglu}
-    clamp = (("limit", config.act_limit), ("alpha", config.act_alpha)) if config.act_limit else ()
-    return Act(by_name[config.mlp_act], clamp)
+    """The activation of a model: an operation on the projections of its MLPs."""
+    if config.mlp_act == "clamped_swiglu":
+        return clamped_swiglu.fixed(limit=config.act_limit, alpha=config.act_alpha)
+    return {"swiglu": swiglu, "geglu": geglu, "gelu": gelu}[config.mlp_act]

@@ -13,7 +13,8 @@ from npinfer.operation import operation
 from npinfer.ops import capped, product, projection_flops
 from npinfer.specs import spec
 
-BLOCK_ELEMENTS = 2**21  # scores held at once: 8 MiB, however long the prompt
+BLOCK_ELEMENTS = 2**19  # scores held at once: 2 MiB, which a cache holds from one pass over them to the next
+BLOCK_ROWS = 128  # queries of a block: keys behind the last of them are skipped
 
 
 def visible_pairs(n_new, n_keys, window):
@@ -90,9 +91,9 @@ def attention(q, k, v, sinks, *, scale, window, softcap=None):
     Notes
     -----
     Query head h reads KV head h // (n_heads / n_kv_heads).  K and V are not
-    repeated: the heads of a group share the read.  A long prompt is worked in
-    blocks of queries, so that scores need bounded memory; keys that no query of
-    a block sees are skipped, while the count stays the whole rectangle.
+    repeated: the heads of a group share the read.  Scores are worked in blocks
+    of sequences, KV heads and queries, so that they need bounded memory; keys that
+    no query of a block sees are skipped, while the count stays the whole rectangle.
     Source: Vaswani et al. 2017, arXiv:1706.03762, eq. 1; groups: Ainslie et al. 2023, arXiv:2305.13245,
     section 2.2; sinks: Xiao et al. 2023, arXiv:2309.17453, section 3.
     """
@@ -100,29 +101,44 @@ def attention(q, k, v, sinks, *, scale, window, softcap=None):
     n_kv_heads, n_keys = k.shape[1:3]
     k_scales = v_scales = None
     if k.shape[-1] > head_dim:  # an int8 cache: the scale of each row is one more column
-        k_scales, v_scales = k[:, :, None, None, :, -1], v[:, :, None, None, :, -1]
+        k_scales, v_scales = k[:, :, None, :, -1], v[:, :, None, :, -1]
         k, v = k[..., :-1], v[..., :-1]
     group, value_dim = n_heads // n_kv_heads, v.shape[-1]
     if sinks is not None:
-        sinks = sinks.reshape(n_kv_heads, group, 1, 1)
+        sinks = sinks.reshape(n_kv_heads, group, 1)
     if n_new == 1:  # the heads of a group become the rows of one product, and nothing is hidden from them
-        q = q.reshape(batch, n_kv_heads, 1, group, head_dim)
-        sinks = None if sinks is None else sinks.swapaxes(1, 2)
-        weights = _weights(q, k[:, :, None], scale, softcap, sinks, k_scales, v_scales)
-        return (weights @ v[:, :, None]).reshape(batch, n_heads * value_dim)
+        q = q.reshape(batch, n_kv_heads, group, head_dim)
+        weights = _weights(q, k, scale, softcap, sinks, k_scales, v_scales)
+        return (weights @ v).reshape(batch, n_heads * value_dim)
 
+    k, v = k[:, :, None], v[:, :, None]
+    k_scales, v_scales, sinks = [each if each is None else each[..., None, :] for each in (k_scales, v_scales, sinks)]
     out = np.empty((batch, n_new, n_heads, value_dim), q.dtype)
     q = q.reshape(batch, n_kv_heads, group, n_new, head_dim)
     mixed = out.swapaxes(1, 2).reshape(batch, n_kv_heads, group, n_new, value_dim)
-    n_past, n_rows = n_keys - n_new, max(1, BLOCK_ELEMENTS // (batch * n_heads * n_keys))
-    for start in range(0, n_new, n_rows):
-        stop = min(start + n_rows, n_new)
-        seen = slice(0 if window is None else max(0, n_past + start + 1 - window), n_past + stop)
-        mask = hidden(n_past + start - seen.start, seen.stop - seen.start, window)
-        scales = [each if each is None else each[..., seen] for each in (k_scales, v_scales)]
-        weights = _weights(q[..., start:stop, :], k[:, :, None, seen], scale, softcap, sinks, *scales, mask)
-        mixed[..., start:stop, :] = weights @ v[:, :, None, seen]
+    n_past = n_keys - n_new
+    for *of, rows in _blocks(batch, n_kv_heads, group, n_new, n_keys):
+        of, first = tuple(of), n_past + rows.start
+        seen = slice(0 if window is None else max(0, first + 1 - window), n_past + rows.stop)
+        # Without a window, every query of a block sees what comes before the block.
+        mask = hidden(0 if window is None else first - seen.start, seen.stop - (first if window is None else seen.start), window)
+        scales = [each if each is None else each[of][..., seen] for each in (k_scales, v_scales)]
+        of_heads = None if sinks is None else sinks[of[1]]
+        weights = _weights(q[of][..., rows, :], k[of][..., seen, :], scale, softcap, of_heads, *scales, mask)
+        np.matmul(weights, v[of][..., seen, :], out=mixed[of][..., rows, :])
     return out.reshape(batch * n_new, n_heads * value_dim)
+
+
+def _blocks(batch, n_kv_heads, group, n_new, n_keys):
+    """Slices of sequences, KV heads and queries whose scores are few enough; all keys are worked at once."""
+    n_rows = max(1, min(n_new, BLOCK_ROWS, BLOCK_ELEMENTS // (group * n_keys)))
+    n_heads = max(1, min(n_kv_heads, BLOCK_ELEMENTS // (group * n_rows * n_keys)))
+    n_sequences = max(1, BLOCK_ELEMENTS // (n_kv_heads * group * n_rows * n_keys))
+    for sequence in range(0, batch, n_sequences):
+        for head in range(0, n_kv_heads, n_heads):
+            for row in range(0, n_new, n_rows):
+                rows = slice(row, min(row + n_rows, n_new))
+                yield slice(sequence, sequence + n_sequences), slice(head, head + n_heads), rows
 
 
 def _weights(q, k, scale, softcap, sinks, k_scales, v_scales, mask=None):
@@ -134,7 +150,7 @@ def _weights(q, k, scale, softcap, sinks, k_scales, v_scales, mask=None):
     if softcap is not None:
         capped(scores, softcap)
     if mask is not None:
-        np.copyto(scores, -np.inf, where=mask)
+        np.copyto(scores[..., -mask.shape[1] :], -np.inf, where=mask)
     weights = softmax(scores) if sinks is None else softmax_with(sinks, scores)
     if v_scales is not None:
         weights *= v_scales
@@ -150,9 +166,9 @@ def hidden(first_query, n_keys, window):
 
 def softmax(scores):
     """Softmax over the last axis, in place."""
-    scores -= scores.max(axis=-1, keepdims=True)
+    scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
+    scores /= np.add.reduce(scores, axis=-1, keepdims=True)
     return scores
 
 

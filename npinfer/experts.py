@@ -139,7 +139,7 @@ def _experts_rule(x, weights, ids, gate_up, down, act, experts, touched):
     mixing = cost(elementwise_flops=n * (2 * k - 1) * d)  # weighting k rows, and their sum
     name, counts = projection(*down[0], [rows, weights], out)
     projections = [projection(*part, [x], rows) for part in gate_up]
-    acted = act.op.rule(*[rows] * len(gate_up))[1]
+    acted = act.rule(*[rows] * len(gate_up))[1]
     return out, (*projections, *acted, (name, counts + mixing))
 
 
@@ -154,7 +154,8 @@ def experts(x, weights, ids, gate_up, down, *, act, experts, touched):
         From `route`.
     gate_up, down : Array of weights
         Spec: of one expert; data: a tuple with a `npinfer.weights.Matrix` for each expert.
-    act : npinfer.activations.Act
+    act : operation
+        Of `npinfer.activations`, its settings fixed.
     experts : npinfer.parts.Experts
     touched : int or {"expected", "all"}
         How many experts are read.
@@ -169,7 +170,7 @@ def experts(x, weights, ids, gate_up, down, *, act, experts, touched):
     for expert in np.unique(ids):
         tokens, slots = np.nonzero(ids == expert)
         hidden = product(x[tokens], gate_up[expert])
-        hidden = act.op.__wrapped__(*[hidden[:, part] for part in gate_up[expert].splits], **dict(act.settings))
+        hidden = act.__wrapped__(*[hidden[part] for part in gate_up[expert].splits])
         parts[tokens, slots] = product(hidden, down[expert])
     parts *= weights[..., None]
     return parts.sum(axis=1)

@@ -33,14 +33,14 @@ class _Layer:
 
     def write(self, parts, limit):
         """Append rows (K and V, or a latent) and return views of all that the new queries may see."""
-        held, n_new = self.held, parts[0].shape[2]
-        first, stop = self.stop - held, self.stop + n_new
-        if self.buffer is None or stop - self.base > self.buffer.shape[3]:
+        n_new, held = parts[0].shape[2], self.held
+        if self.buffer is None or self.stop + n_new - self.base > self.buffer.shape[3]:
             self._make_room(self.n_kept(self.stop), parts, limit)
+        at = self.stop - self.base
         for buffer, rows in zip(self.buffer, parts):
-            buffer[:, :, self.stop - self.base : stop - self.base] = rows
-        self.stop = stop
-        return [buffer[:, :, first - self.base : stop - self.base] for buffer in self.buffer]
+            buffer[:, :, at : at + n_new] = rows
+        self.stop += n_new
+        return list(self.buffer[:, :, :, at - held : at + n_new])
 
     def _make_room(self, held, parts, limit):
         """Move the held rows to the front, of a larger buffer if they would fill more than half of this one."""
@@ -175,10 +175,11 @@ class KVCache:
         CacheError
             If there is no room, or no such layer; nothing is written.
         """
-        layers = layers if isinstance(layers, range) else (operator.index(layers),)
+        layers = layers if layers.__class__ is range else (operator.index(layers),)
         n_new = k.shape[2] if len(k.shape) == 4 else "n_new"
-        expected = [(self.batch, n_heads, n_new, width) for n_heads, width in self._pieces]
-        if [k.shape, v.shape] != expected:
+        (k_heads, k_width), (v_heads, v_width) = self._pieces
+        expected = (self.batch, k_heads, n_new, k_width), (self.batch, v_heads, n_new, v_width)
+        if (k.shape, v.shape) != expected:
             raise ShapeError(f"append: k is {k.shape} and v is {v.shape}, expected {' and '.join(map(str, expected))}")
         if not 0 <= layers[0] <= layers[-1] < len(self._layers) or (self.numeric and len(layers) > 1):
             met = layers[0] if len(layers) == 1 else layers
@@ -186,11 +187,10 @@ class KVCache:
         if self.capacity is not None and self._layers[layers[0]].stop + n_new > self.capacity:
             self.check_room(n_new)
         if self.numeric:
-            (layer,) = layers
-            parts = [np.asarray(rows, np.float32) for rows in (k, v)]
-            if self._n_parts == 1:
-                parts = [np.concatenate(parts, axis=-1)]
-            return self._layers[layer].write([held(rows, self.format) for rows in parts], self.capacity)
+            parts = (k, v) if self._n_parts == 2 else (np.concatenate((k, v), axis=-1),)
+            if self.format != "fp32":
+                parts = [held(np.asarray(rows, np.float32), self.format) for rows in parts]
+            return self._layers[layers[0]].write(parts, self.capacity)
         for layer in layers:
             self._layers[layer].stop += n_new
         return [None] * self._n_parts

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from npinfer import ops
-from npinfer.activations import Act
-from npinfer.attention import attention, kv_expand
 from npinfer.experts import experts, n_touched, route
 from npinfer.operation import NOTHING
 from npinfer.parts import Experts, Latent
@@ -27,42 +25,37 @@ class Here(NamedTuple):
     cache : KVCache
     layers : range
         The layer, or the equal neighbours that it stands for.
-    window : int or None
-    rotation : Array (2, T, rope_dim / 2)
+    rotation : Array (2, T, 1, 2, rope_dim / 2)
     """
 
     batch: int
     n_new: int
     cache: object
     layers: range
-    window: int | None
     rotation: Array
 
     def heads(self, x, width):
         """(N, n_heads * width) -> (B, n_heads, T, width)"""
         return view(x, (self.batch, self.n_new, x.shape[1] // width, width), axes=(0, 2, 1, 3))
 
-    def rotated(self, x):
-        return ops.rope(x, self.rotation) if self.rotation.shape[2] else x
-
 
 @dataclass(frozen=True, eq=False, repr=False)  # each method made costs import time
 class RMSNorm:
     gain: Array
-    eps: float
+    norm: object  # `ops.rms_norm` with its eps
 
     def __call__(self, x):
-        return ops.rms_norm(x, self.gain, eps=self.eps)
+        return self.norm(x, self.gain)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerNorm:
     gain: Array
     bias: Array
-    eps: float
+    norm: object  # `ops.layer_norm` with its eps
 
     def __call__(self, x):
-        return ops.layer_norm(x, self.gain, self.bias, eps=self.eps)
+        return self.norm(x, self.gain, self.bias)
 
 
 def no_norm(x):
@@ -84,22 +77,27 @@ class Attention:
     sinks: Array
     o_proj: Array
     head_dim: int
-    scores: dict  # scale and softcap
+    rope: object  # `ops.rope` for queries, keys and values
+    q_rope: object  # for queries that have been normed by themselves
+    k_rope: object
+    attend: object  # `npinfer.attention.attention` with its scale, window and softcap
 
     def __call__(self, h, here):
-        q, k, v = ops.linear(h, self.qkv)
-        q, k = [
-            here.rotated(here.heads(_by_rows(norm, x, width), self.head_dim))
-            for x, norm, width in zip((q, k), (self.q_norm, self.k_norm), self.norm_widths)
-        ]
-        keys, values = ops.kv_append(here.cache, here.layers, k, here.heads(v, self.head_dim))
-        a = attention(q, keys, values, self.sinks, window=here.window, **self.scores)
+        if self.q_norm is no_norm:
+            q, k, v = self.rope(ops.linear_side_by_side(h, self.qkv), here.rotation)
+        else:
+            q, k, v = ops.linear(h, self.qkv)
+            q = self.q_rope(_by_rows(self.q_norm, q, self.norm_widths[0]), here.rotation)
+            k = self.k_rope(_by_rows(self.k_norm, k, self.norm_widths[1]), here.rotation)
+            v = here.heads(v, self.head_dim)
+        keys, values = ops.kv_append(here.cache, here.layers, k, v)
+        a = self.attend(q, keys, values, self.sinks)
         return ops.linear(a, self.o_proj)
 
 
 def _by_rows(norm, x, width):
     """A norm of each `width` elements of the rows of x."""
-    return x if norm is no_norm else view(norm(view(x, (x.shape[0] * x.shape[1] // width, width))), x.shape)
+    return view(norm(view(x, (x.shape[0] * x.shape[1] // width, width))), x.shape)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -111,27 +109,25 @@ class LatentAttention:
     q_up: Array
     kv_down: Array
     k_norm: object
-    kv_expand: Array
+    kv_up: Array
     o_proj: Array
     latent: Latent
-    head_dim: int
-    scores: dict  # scale and softcap
+    q_rope: object  # `ops.rope` with the width of heads, and what of it has no position
+    k_rope: object
+    expand: object  # `npinfer.attention.kv_expand` with its widths
+    attend: object  # `npinfer.attention.attention` with its scale, window and softcap
 
     def __call__(self, h, here):
-        latent, nope = self.latent, self.head_dim - self.latent.rope_dim
+        rank = self.latent.kv_rank
         q = h if self.q_down is NOTHING else self.q_norm(ops.linear(h, self.q_down))
-        q = here.heads(ops.linear(q, self.q_up), self.head_dim)
-        q = ops.rope(q, here.rotation, n_kept=nope)
+        q = self.q_rope(ops.linear(q, self.q_up), here.rotation)
 
         compressed = ops.linear(h, self.kv_down)
-        row = here.heads(self.k_norm(columns(compressed, 0, latent.kv_rank)), latent.kv_rank)
-        k = here.rotated(here.heads(columns(compressed, latent.kv_rank, compressed.shape[1]), latent.rope_dim))
+        row = here.heads(self.k_norm(columns(compressed, 0, rank)), rank)
+        k = self.k_rope(columns(compressed, rank, compressed.shape[1]), here.rotation)
         (rows,) = ops.kv_append(here.cache, here.layers, row, k)
-        keys, values = kv_expand(
-            rows, self.kv_expand, n_heads=q.shape[1], rope_dim=latent.rope_dim, value_dim=latent.value_dim,
-            format_=h.spec.format,
-        )  # fmt: skip
-        a = attention(q, keys, values, NOTHING, window=here.window, **self.scores)
+        keys, values = self.expand(rows, self.kv_up)
+        a = self.attend(q, keys, values, NOTHING)
         return ops.linear(a, self.o_proj)
 
 
@@ -141,7 +137,7 @@ class MLP:
 
     gate_up: Array
     down_proj: Array
-    act: Act
+    act: object  # an operation of `npinfer.activations`
 
     def __call__(self, h):
         """The results to add to the residual stream, one."""
@@ -159,7 +155,7 @@ class ExpertMLP:
     gate_up: Array
     down_proj: Array
     shared: MLP | None
-    act: Act
+    act: object  # an operation of `npinfer.activations`
     experts: Experts
     touched: str  # of a shape-only run, which has no tokens
 
@@ -183,7 +179,7 @@ class Layer:
     post_mlp_norm: object
 
     def __call__(self, x, here):
-        x = ops.residual(x, self.post_attn_norm(self.attention(self.attn_norm(x), here)), op="attn_residual")
+        x = ops.attn_residual(x, self.post_attn_norm(self.attention(self.attn_norm(x), here)))
         for part in self.mlp(self.mlp_norm(x)):
-            x = ops.residual(x, self.post_mlp_norm(part), op="mlp_residual")
+            x = ops.mlp_residual(x, self.post_mlp_norm(part))
         return x

@@ -11,7 +11,7 @@ code, and threads do not see each other's ledgers.
 
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from npinfer.errors import InputError
@@ -105,8 +105,26 @@ class Entry(NamedTuple):
         return 1 if self.layers is None else len(self.layers)
 
 
-_ledgers = ContextVar("npinfer_ledgers", default=())
-_scope = ContextVar("npinfer_scope", default=Scope())
+class _Place:
+    """Where entries go: to a page of each active ledger, which are all of one scope."""
+
+    __slots__ = ("ledgers", "scope", "writers")
+
+    def __init__(self, ledgers=(), scope=Scope()):
+        self.ledgers = ledgers
+        self.open(scope)
+
+    def open(self, scope):
+        """Begin new pages; `writers` append to them."""
+        self.scope, self.writers = scope, []
+        for ledger in self.ledgers:
+            ledger._scopes.append(scope)
+            ledger._pages.append(page := [])
+            self.writers.append(page.append)
+
+
+_place = ContextVar("npinfer_place", default=_Place())
+current = _place.get
 _forwards = count()
 
 
@@ -118,30 +136,34 @@ class Ledger:
     """
 
     def __init__(self):
-        self._log = []  # (scope, ((op, Counts), ...)) in the order things ran
-        self._outer = []  # tokens that restore the ledgers that were active before
-        self._grouped = {}  # results of `by`, with the length of the log they were made from
+        self._scopes, self._pages = [], []  # a page is ((op, Counts), ...) for each operation, in the order they ran in its scope
+        self._outer = []  # tokens that restore what was active before
+        self._grouped = {}  # results of `by`, with the number of lines they were made from
 
     def __enter__(self):
-        active = _ledgers.get()
-        self._outer.append(_ledgers.set(active if self in active else (*active, self)))
+        place = current()
+        active = place.ledgers
+        self._outer.append(_place.set(_Place(active if self in active else (*active, self), place.scope)))
         return self
 
     def __exit__(self, *exc_info):
-        _ledgers.reset(self._outer.pop())
+        scope = current().scope
+        _place.reset(self._outer.pop())
+        if current().scope is not scope:  # a layer, or a forward, has begun or ended meanwhile
+            current().open(scope)
 
     def entries(self, forward=None):
         """Yield an `Entry` for each operation, in the order they ran; of all forwards, or of one by its number."""
         numbers = {id: number for number, id in enumerate(self._forwards())}
-        for scope, costs in self._log:
-            number = numbers[scope.forward]
-            if forward is None or number == forward:
-                for op, counts in costs:
+        for scope, page in zip(self._scopes, self._pages):
+            number = numbers.get(scope.forward)
+            if page and (forward is None or number == forward):
+                for op, counts in chain.from_iterable(page):
                     yield Entry(scope.phase, number, op, scope.layers, counts)
 
     def _forwards(self):
         """Phase of each forward by its id, in the order they ran."""
-        return {scope.forward: scope.phase for scope, _ in self._log}
+        return {scope.forward: scope.phase for scope, page in zip(self._scopes, self._pages) if page}
 
     @property
     def forwards(self):
@@ -161,9 +183,9 @@ class Ledger:
         dict
             (value of each key) -> (calls, Counts), in order of first appearance.
         """
-        at = self._grouped.get(keys)
-        if at is None or at[0] != len(self._log):
-            at = self._grouped[keys] = len(self._log), self._group(keys)
+        at, n_lines = self._grouped.get(keys), sum(map(len, self._pages))
+        if at is None or at[0] != n_lines:
+            at = self._grouped[keys] = n_lines, self._group(keys)
         return dict(at[1])
 
     def total(self, phase=None, op=None, layer=None, forward=None):
@@ -195,15 +217,17 @@ class Ledger:
     def _group(self, keys):
         """`by`, worked on lines that repeat: a memoised rule gives one object for equal costs."""
         lines, numbers = {}, {}
-        for scope, costs in self._log:
-            phase, forward, layers = scope
+        for (phase, forward, layers), page in zip(self._scopes, self._pages):
+            if not page:
+                continue
             number = numbers.setdefault(forward, len(numbers)) if "forward" in keys else None
-            line = phase, number, id(costs)
             calls = 1 if layers is None else len(layers)
-            if line in lines:
-                lines[line][0] += calls
-            else:
-                lines[line] = [calls, phase, number, costs]
+            for costs in page:
+                line = phase, number, id(costs)
+                if line in lines:
+                    lines[line][0] += calls
+                else:
+                    lines[line] = [calls, phase, number, costs]
         groups = {}
         for calls, phase, number, costs in lines.values():
             for op, counts in costs:
@@ -220,11 +244,8 @@ def _match(values, wanted):
 
 def record(costs):
     """Write ((op, Counts), ...) to every active ledger."""
-    ledgers = _ledgers.get()
-    if ledgers:
-        line = (_scope.get(), costs)
-        for ledger in ledgers:
-            ledger._log.append(line)
+    for write in current().writers:
+        write(costs)
 
 
 @contextmanager
@@ -234,17 +255,18 @@ def forward(phase):
     Inside a forward of the same phase this changes nothing, so that a caller
     can draw what follows a forward (the sampling) into it.
     """
-    if _scope.get().phase == phase:
+    outer = current()
+    if outer.scope.phase == phase:
         yield
         return
-    token = _scope.set(Scope(phase, next(_forwards)))
+    token = _place.set(_Place(outer.ledgers, Scope(phase, next(_forwards))))
     try:
         yield
     finally:
-        _scope.reset(token)
+        _place.reset(token)
 
 
 def in_layers(layers):
     """Entries made from here to the end of the forward stand for each of `layers` (None: for no layer)."""
-    scope = _scope.get()
-    _scope.set(Scope(scope.phase, scope.forward, layers))
+    place = current()
+    place.open(Scope(place.scope.phase, place.scope.forward, layers))

@@ -187,7 +187,7 @@ class Transformer:
         cache.check_room(tokens.shape[1])
         self._check_positions(cache.length + tokens.shape[1])
         n_cached = cache.length
-        with forward(phase):
+        with forward(phase), np.errstate(over="ignore"):  # exp(-x) of an activation; once, not in every layer
             try:
                 logits = self._forward(tokens, cache, all_logits)
             except BaseException:
@@ -208,24 +208,23 @@ class Transformer:
 
     def _forward(self, tokens, cache, all_logits):
         """Logits `Array` of the last position of each sequence, of all N = B*T positions, or (None) of none."""
-        config, weights = self.config, self.weights
+        weights = self.weights
         batch, n_new = tokens.shape
         start = cache.length
 
         ids = Array(self._token_spec(tokens), tokens if self.numeric else None)
-        scale = config.d_model**0.5 if config.scale_embeddings else None
-        x = ops.embed(ids, weights.embedding, self._positions(start, n_new), scale=scale)
+        x = weights.embed(ids, weights.embedding, self._positions(start, n_new))
         rotations = {window: self.rope.rotation(start, n_new, window) for window in self._windows}
         for layers, kind, layer in weights.layers:
             in_layers(layers)
-            x = layer(x, Here(batch, n_new, cache, layers, kind.window, rotations[kind.window]))
+            x = layer(x, Here(batch, n_new, cache, layers, rotations[kind.window]))
         in_layers(None)
 
         if all_logits is None:
             return None
         if not all_logits:
             x = last_rows(x, batch)
-        return ops.linear(weights.final_norm(x), weights.lm_head, softcap=config.final_softcap)
+        return weights.head(weights.final_norm(x), weights.lm_head)
 
     def _token_spec(self, tokens):
         # Token ids are never counted; their format is that of the activations they become.

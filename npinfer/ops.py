@@ -97,8 +97,7 @@ def rms_norm(x, gain, *, eps):
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
     """
-    mean_square = np.add.reduce(x * x, axis=-1, keepdims=True) / np.float32(x.shape[-1])
-    out = x / np.sqrt(mean_square + eps)
+    out = x / np.sqrt(np.vecdot(x, x, keepdims=True) / np.float32(x.shape[-1]) + eps)
     out *= gain
     return out
 
@@ -151,18 +150,16 @@ def _linear_rule(x, parts, softcap=None):
 
 
 @operation(_linear_rule)
-def linear(x, w, *, softcap=None):
+def linear(x, w):
     """Multiply activations by one weight matrix, or by several that share the input.
 
     Parameters
     ----------
     x : Array (N, d_in)
     w : Array of joined weights
-        Spec: a (matrix, bias or None) pair of specs for each projection,
-        matrices (d_out, d_in).  Data: a `npinfer.weights.Matrix` whose rows
-        are those of all the projections.
-    softcap : float, optional
-        The result becomes softcap * tanh(result / softcap).
+        Spec: `npinfer.specs.joined` (matrix, bias or None) pairs, one for each
+        projection, matrices (d_out, d_in).  Data: a `npinfer.weights.Matrix`
+        whose rows are those of all the projections.
 
     Returns
     -------
@@ -180,17 +177,34 @@ def linear(x, w, *, softcap=None):
     an input are one product, and still counted one by one.
     """
     out = product(x, w)
-    if softcap is not None:
-        capped(out, softcap)
-    return out if len(w.splits) == 1 else [out[:, part] for part in w.splits]
+    if len(w.splits) == 1:
+        return out
+    parts = []
+    for part in w.splits:
+        parts.append(out[part])
+    return parts
+
+
+def _side_by_side_rule(x, parts):
+    d_out = sum([matrix.shape[0] for matrix, _ in parts])
+    return spec((x.shape[0], d_out), x.format), _linear_rule(x, parts)[1]
+
+
+@operation(_side_by_side_rule)
+def linear_side_by_side(x, w):
+    """As `linear`, the results of the projections next to each other: (N, d_in) -> (N, sum of d_out)."""
+    return product(x, w)
+
+
+@operation(_linear_rule)
+def capped_linear(x, w, *, softcap):
+    """Multiply activations by one weight matrix; the result becomes softcap * tanh(result / softcap)."""
+    return capped(product(x, w), softcap)
 
 
 def product(x, w):
     """x times all rows of a `npinfer.weights.Matrix`, its scales and its bias: (N, d_in) -> (N, sum of d_out)."""
-    if w.format.group or w.rows.dtype in PACKED:
-        out = _product_by_tiles(x, w)
-    else:
-        out = x @ w.rows.T
+    out = _product_by_tiles(x, w) if w.tiled else x @ w.rows.T
     if w.scales is not None and not w.format.group:
         out *= w.scales[:, 0]
     if w.bias is not None:
@@ -209,7 +223,7 @@ def _product_by_tiles(x, w):
         values = values_of(w, tile, space)
         if w.format.group:
             values = values * spread(w.scales[tile], d_in, w.format)
-        out[:, tile] = x @ values.T
+        np.matmul(x, values.T, out=out[:, tile])
     return out
 
 
@@ -224,59 +238,91 @@ def capped(x, cap):
     return x
 
 
-def _rope_rule(x, rotation, n_kept=0):
-    batch, n_heads, n_new, head_dim = x.shape
-    half = rotation.shape[2]
-    if rotation.shape[:2] != (2, n_new) or 2 * half > head_dim - n_kept:
+def _rope_rule(rows, rotation, head_dim, turned, others=(), n_kept=0):
+    (n, width), (_, n_new, _, _, half) = rows.shape, rotation.shape
+    n_heads = sum(turned) + sum(others)
+    if n % n_new or width != n_heads * head_dim or 2 * half > head_dim - n_kept:
         raise ShapeError(
-            f"rope: x is {x.shape} but the rotation is {rotation.shape}, expected (2, {n_new}, up to {(head_dim - n_kept) // 2})"
+            f"rope: rows are {rows.shape} but the rotation is {rotation.shape}, expected a multiple of {n_new} rows of "
+            f"{n_heads} heads of {head_dim}, and up to {(head_dim - n_kept) // 2} pairs"
         )
-    moved = spec((batch, n_heads, n_new, head_dim - n_kept), x.format)
-    rotated = batch * n_heads * n_new * 2 * half
-    return x, (("rope", cost(reads=[moved], writes=[moved], elementwise_flops=3 * rotated)),)
+    batch = n // n_new
+    outs = [spec((batch, n_heads, n_new, head_dim), rows.format) for n_heads in (*turned, *others)]
+    costs = []
+    for n_heads in turned if half else ():
+        moved = spec((batch, n_heads, n_new, head_dim - n_kept), rows.format)
+        costs.append(("rope", cost(reads=[moved], writes=[moved], elementwise_flops=3 * n * n_heads * 2 * half)))
+    return (outs[0] if len(outs) == 1 else tuple(outs)), tuple(costs)
 
 
 @operation(_rope_rule)
-def rope(x, rotation, *, n_kept=0):
-    """Rotate each pair (i, i + half) of a head by the angle of its position.
+def rope(rows, rotation, *, head_dim, turned, others=(), n_kept=0):
+    """See rows as heads, and rotate each pair (i, i + half) of a head by the angle of its position.
 
     Parameters
     ----------
-    x : Array (B, H, T, head_dim)
-    rotation : Array (2, T, half)
-        Cosines and sines from `npinfer.rope`.
+    rows : Array (N, n_heads * head_dim)
+        Of queries, or keys, or of both and values behind them.
+    rotation : Array (2, T, 1, 2, half)
+        Cosines and sines from `npinfer.rope`, as the first and the second
+        element of a pair are multiplied with.  A model without rotary
+        positions has half 0: nothing is turned or counted.
+    head_dim : int
+    turned : tuple of int
+        Heads of each result that is rotated, and counted by itself.
+    others : tuple of int
+        Heads of each result behind them that is not.
     n_kept : int
         Leading elements of a head that have no position and are not counted;
         what is behind the 2 * half rotated ones is only copied.
+
+    Returns
+    -------
+    Array (B, n_heads, T, head_dim), or a list of them
 
     Notes
     -----
     Half-split pairs, as published Llama checkpoints are laid out.
     Source: Su et al. 2021, "RoFormer", arXiv:2104.09864, eq. 34.
     """
-    cos, sin = rotation[:, :, None]  # (T, 1, half)
+    cos, sin = rotation
+    rows = rows.reshape(-1, len(cos), sum(turned) + sum(others), head_dim)
+    heads = rows
+    if cos.shape[-1]:
+        heads = _rotated(rows[:, :, : sum(turned)] if others else rows, cos, sin, n_kept)
+    parts, stop = [], 0
+    for n_heads in turned + others:
+        start, stop = stop, stop + n_heads
+        source = heads if len(parts) < len(turned) else rows
+        parts.append(source[:, :, start:stop].transpose(0, 2, 1, 3))
+    return parts if len(parts) > 1 else parts[0]
+
+
+def _rotated(heads, cos, sin, n_kept):
+    """Heads (B, T, n_heads, head_dim) with the pairs behind the first n_kept elements turned.
+
+    Cosines and sines are (T, 1, 2, half), sines with the sign that each element takes them with.
+    """
     half = cos.shape[-1]
-    moved = x[..., n_kept : n_kept + 2 * half]
-    pairs = moved.reshape(*x.shape[:-1], 2, half)  # first and second elements, in rows
-    turned, crossed = pairs * cos, pairs[..., ::-1, :] * sin
-    turned[..., 0, :] -= crossed[..., 0, :]
-    turned[..., 1, :] += crossed[..., 1, :]
-    if moved.shape == x.shape:
-        return turned.reshape(x.shape)
-    out = x.copy()
-    out[..., n_kept : n_kept + 2 * half] = turned.reshape(moved.shape)
-    return out
+    stop = n_kept + 2 * half
+    whole = heads.shape[-1] == 2 * half
+    moved = heads if whole else heads[..., n_kept:stop]
+    pairs = moved.reshape(*heads.shape[:-1], 2, half)
+    out = pairs * cos
+    out += pairs[..., ::-1, :] * sin
+    out = out.reshape(moved.shape)
+    return out if whole else np.concatenate((heads[..., :n_kept], out, heads[..., stop:]), axis=-1)
 
 
 @lru_cache(maxsize=2**14)
-def _kv_append_rule(k, v, n_kept, format_, latent):
+def _kv_append_rule(k, v, n_visible, format_, latent):
     batch, n_heads, n_new, width = k.shape
     if latent:  # one row, the two behind each other
         width += v.shape[3]
         new = [spec((batch, n_heads, n_new, width), format_, "kv")]
     else:
         new = [spec(x.shape, format_, "kv") for x in (k, v)]
-    visible = spec((batch, n_heads, n_kept + n_new, width), format_, "kv")
+    visible = spec((batch, n_heads, n_visible, width), format_, "kv")
     return visible, (("kv_append", cost(reads=[k, v], writes=new)),)
 
 
@@ -298,10 +344,13 @@ def kv_append(cache, layers, k, v):
         Keys and values, or the latent rows alone: views of the cache, an int8
         one's with the scale of each row as one more column.
     """
-    latent = cache.config.latent is not None
-    visible, costs = _kv_append_rule(k.spec, v.spec, cache.n_visible(layers[0]), cache.format, latent)
-    numeric = k.data is not None
-    parts = cache.append(layers, k.data if numeric else k, v.data if numeric else v)
+    if k.data is None:
+        n_visible = cache.n_visible(layers[0]) + k.shape[2]
+        parts = cache.append(layers, k, v)
+    else:
+        parts = cache.append(layers, k.data, v.data)
+        n_visible = parts[0].shape[2]
+    visible, costs = _kv_append_rule(k.spec, v.spec, n_visible, cache.format, len(parts) == 1)
     record(costs)  # after what may be refused
     return [Array(visible, part) for part in parts]
 
@@ -316,15 +365,24 @@ def cache_load(cache, parts, length):
     record((("cache_load", Counts(kv_bytes_read=cache.nbytes, kv_bytes_written=cache.nbytes)),))
 
 
-def _residual_rule(x, y, op):
-    if x.shape != y.shape:
-        raise ShapeError(f"{op}: {x.shape} and {y.shape} differ")
-    return x, ((op, cost(reads=[x, y], writes=[x], elementwise_flops=x.shape[0] * x.shape[1])),)
+def _residual_rule(op):
+    def rule(x, y):
+        if x.shape != y.shape:
+            raise ShapeError(f"{op}: {x.shape} and {y.shape} differ")
+        return x, ((op, cost(reads=[x, y], writes=[x], elementwise_flops=x.shape[0] * x.shape[1])),)
+
+    return rule
 
 
-@operation(_residual_rule)
-def residual(x, y, *, op):
-    """Add what a block computed to what came in: (N, d) + (N, d); `op` names the entry."""
+@operation(_residual_rule("attn_residual"))
+def attn_residual(x, y):
+    """Add what attention computed to what came in: (N, d) + (N, d)."""
+    return x + y
+
+
+@operation(_residual_rule("mlp_residual"))
+def mlp_residual(x, y):
+    """Add what the MLP computed to what came in: (N, d) + (N, d)."""
     return x + y
 
 

@@ -14,7 +14,7 @@ class RopeTable:
     """Cosines and sines by position, for the layers of a model."""
 
     def __init__(self, config, numeric):
-        self.half = config.rope_dim // 2
+        self.half, self.numeric = config.rope_dim // 2, numeric
         self._tables = None
         if numeric and self.half:
             everywhere = _Table(config.rope_theta, config.rope_scaling, config.rope_dim)
@@ -22,12 +22,15 @@ class RopeTable:
             self._tables = everywhere, everywhere if local is None else _Table(local, None, config.rope_dim)
 
     def rotation(self, start, n_new, window=None):
-        """Cosines and sines of positions start to start + n_new - 1, in layers with this window: `Array` (2, n_new, half)."""
-        shape = spec((2, n_new, self.half), None, "constant")
-        return Array(shape, None if self._tables is None else self._tables[window is not None].rotation(start, n_new))
+        """Cosines and sines of positions start to start + n_new - 1, in layers with this window: `Array` (2, n_new, 1, 2, half)."""
+        shape = 2, n_new, 1, 2, self.half
+        if not self.numeric:
+            return Array(spec(shape, None, "constant"))
+        tables = self._tables
+        return Array(spec(shape, None, "constant"), tables[window is not None].rotation(start, n_new) if tables else np.empty(shape))
 
     def rotation_by(self, distance, window=None):
-        """Cosines and sines (2, 1, half) that move keys on by `distance` positions, also back; None for 0."""
+        """Cosines and sines (2, 1, 1, 2, half) that move keys on by `distance` positions, also back; None for 0."""
         return None if distance == 0 else self._tables[window is not None].rotation_by(distance)
 
 
@@ -37,7 +40,7 @@ class _Table:
     def __init__(self, theta, scaling, dim):
         self.theta, self.scaling, self.dim = theta, scaling, dim
         self.frequencies = self._frequencies(0)
-        self.table = np.empty((2, 0, dim // 2), np.float32)
+        self.table = np.empty((2, 0, 1, 2, dim // 2), np.float32)
 
     def _frequencies(self, length):
         if self.scaling is None:
@@ -46,7 +49,10 @@ class _Table:
 
     def _turned(self, positions, frequencies, factor):
         angles = positions[:, None] * frequencies
-        return (np.stack([np.cos(angles), np.sin(angles)]) * factor).astype(np.float32)
+        cos, sin = np.cos(angles) * factor, np.sin(angles) * factor
+        # The first of a pair becomes first * cos - second * sin, the second one second * cos + first * sin.
+        table = np.stack([np.stack([cos, cos], axis=1), np.stack([-sin, sin], axis=1)])
+        return table[:, :, None].astype(np.float32)  # one for all heads
 
     def rotation_by(self, distance):
         return self._turned(np.array([distance], np.float64), self.frequencies, 1.0)
@@ -54,9 +60,9 @@ class _Table:
     def rotation(self, start, n_new):
         stop, factor = start + n_new, 1.0 if self.scaling is None else self.scaling.attention_factor
         if self.scaling is not None and self.scaling.by_length and stop > self.scaling.original_max_context:
-            return self._turned(np.arange(start, stop, dtype=np.float64), self._frequencies(stop), factor)
+            return tuple(self._turned(np.arange(start, stop, dtype=np.float64), self._frequencies(stop), factor))
         table = self.table  # another thread may put a table of its own in place
         if stop > table.shape[1]:
             positions = np.arange(max(stop, 2 * table.shape[1], 256), dtype=np.float64)
             table = self.table = self._turned(positions, self.frequencies, factor)
-        return table[:, start:stop]
+        return tuple(table[:, start:stop])

@@ -124,8 +124,7 @@ def load_segment(model, cache, segment):
         rows = unheld(rows, cache.format)
         for layer, (window, (keys, values)) in enumerate(zip(config.windows, rows)):
             rotation = model.rope.rotation_by(segment.at - segment.source, window)
-            keys = keys[None] if rotation is None else ops.rope.__wrapped__(keys[None], rotation)
-            cache.append(layer, keys, values[None])
+            cache.append(layer, keys[None] if rotation is None else _moved_on(keys, rotation), values[None])
     else:
         cache.append(range(config.n_layers), *[Array(spec(shape, model.precision.kv, "kv"))] * 2)
     n_rows = sum([segment.n if window is None else min(segment.n, window - 1) for window in config.windows])
@@ -135,3 +134,11 @@ def load_segment(model, cache, segment):
         n_elements = config.n_layers * config.n_kv_heads * segment.n * 2 * model.rope.half
         costs.append(("rope", Counts(elementwise_flops=3 * n_elements)))
     record(tuple(costs))
+
+
+def _moved_on(keys, rotation):
+    """Keys (n_heads, n, head_dim) turned by the one angle of a rotation (2, 1, 1, 2, half): (1, n_heads, n, head_dim)."""
+    n_heads, n, head_dim = keys.shape
+    rows = keys.swapaxes(0, 1).reshape(n, n_heads * head_dim)
+    rotation = np.broadcast_to(rotation, (2, n, *rotation.shape[2:]))
+    return ops.rope.__wrapped__(rows, rotation, head_dim=head_dim, turned=(n_heads,))

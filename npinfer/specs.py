@@ -49,13 +49,29 @@ def spec(shape, format_=None, role="activation", name=None):
     return self
 
 
+class Joined(tuple):
+    """Specs of projections that share their input: (matrix, bias or None) pairs; make one with `joined`.
+
+    One object for equal ones, and hashed by identity, as a `Spec` is.
+    """
+
+    __slots__ = ()
+    __eq__, __ne__, __hash__ = object.__eq__, object.__ne__, object.__hash__
+
+
+@lru_cache(maxsize=2**16)
+def joined(*pairs):
+    """The one `Joined` of these (matrix, bias or None) pairs."""
+    return Joined(pairs)
+
+
 class Array:
     """A spec with data (numeric) or without (shape-only).
 
     Attributes
     ----------
     spec : Spec
-        For a joined weight, a tuple of specs, one for each projection in it.
+        For a joined weight, the `Joined` specs of the projections in it.
     data : numpy.ndarray, tuple or None
     """
 

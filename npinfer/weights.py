@@ -10,19 +10,21 @@ seed, a checkpoint, nowhere) is the business of the `source` that `build` is giv
 
 import os
 from dataclasses import dataclass, fields, is_dataclass
-from functools import lru_cache
+from functools import partial
 from itertools import groupby, starmap
 from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
 
+from npinfer import ops
 from npinfer.activations import act_of
+from npinfer.attention import attention, kv_expand
 from npinfer.formats import Format, quantised, rounded
 from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, LayerNorm, RMSNorm, no_norm
 from npinfer.operation import NOTHING
-from npinfer.specs import Array, spec
-from npinfer.storage import packed
+from npinfer.specs import Array, joined, spec
+from npinfer.storage import PACKED, packed
 from npinfer.tensors import layer_tensors, model_tensors, norm_widths
 
 
@@ -40,9 +42,11 @@ class Matrix(NamedTuple):
     scales : float32 array (sum of d_out, n_groups) or None
         One for each row (int8) or each `format.group` inputs of it (int4).
     bias : float32 array (sum of d_out,) or None
-    splits : tuple of slice
-        The columns of the product that belong to each projection.
+    splits : tuple
+        Index of the part of the product that belongs to each projection.
     format : Format
+    tiled : bool
+        Whether rows have to be widened, or scaled, before they are multiplied.
     """
 
     rows: np.ndarray
@@ -50,17 +54,24 @@ class Matrix(NamedTuple):
     bias: np.ndarray | None
     splits: tuple
     format: Format
+    tiled: bool
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Weights:
-    """All weights of a model; `layers` pairs each run of layers with its kind and its `Layer`."""
+    """All weights of a model.
+
+    `layers` pairs each run of layers with its kind and its `Layer`; `embed` and
+    `head` are the operations that use the two matrices outside of them.
+    """
 
     embedding: Array
     positions: Array
     layers: tuple
     final_norm: object
     lm_head: Array
+    embed: object
+    head: object
 
     def values(self):
         """Yield every NumPy array of a numeric model, a tied head once."""
@@ -111,9 +122,12 @@ def build(config, precision, source=None, touched="expected", pack=False, gain_o
     embedding = outside.matrices("embed")
     if config.tie_embeddings:
         table = embedding.spec[0][0]
-        head = Array(((spec(table.shape, table.format, "weight", "lm_head"), None),), embedding.data)
+        lm_head = Array(joined((spec(table.shape, table.format, "weight", "lm_head"), None)), embedding.data)
     else:
-        head = outside.matrices("lm_head")
+        lm_head = outside.matrices("lm_head")
+    softcap = config.final_softcap
+    embed = ops.embed.fixed(scale=config.d_model**0.5 if config.scale_embeddings else None)
+    head = ops.linear if softcap is None else ops.capped_linear.fixed(softcap=softcap)
 
     def layer(layers_of, kind):
         builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), *options)
@@ -124,7 +138,7 @@ def build(config, precision, source=None, touched="expected", pack=False, gain_o
     layers = tuple(each(layer, _runs(config, precision, single=numeric)))
     table = Array(embedding.spec[0][0], embedding.data)
     positions = outside.vector("positions") if config.learned_positions else NOTHING
-    return Weights(table, positions, layers, outside.norm("final_norm"), head)
+    return Weights(table, positions, layers, outside.norm("final_norm"), lm_head, embed, head)
 
 
 def _in_threads(function, arguments):
@@ -154,15 +168,16 @@ class _Builder:
     def layer(self, kind):
         return Layer(
             attn_norm=self.norm("attn_norm"),
-            attention=self.latent_attention() if self.config.latent else self.attention(),
+            attention=self.latent_attention(kind) if self.config.latent else self.attention(kind),
             post_attn_norm=self.norm("post_attn_norm"),
             mlp_norm=self.norm("mlp_norm"),
             mlp=self.experts() if kind.sparse else self.mlp(),
             post_mlp_norm=self.norm("post_mlp_norm"),
         )
 
-    def attention(self):
+    def attention(self, kind):
         config = self.config
+        n_heads, n_kv_heads, rope = config.n_heads, config.n_kv_heads, partial(ops.rope.fixed, head_dim=config.head_dim)
         return Attention(
             qkv=self.matrices("q_proj", "k_proj", "v_proj"),
             q_norm=self.rms_norm("q_norm", config.norm_eps),
@@ -171,10 +186,13 @@ class _Builder:
             sinks=self.vector("sinks"),
             o_proj=self.matrices("o_proj"),
             head_dim=config.head_dim,
-            scores=scores_of(config),
+            rope=rope(turned=(n_heads, n_kv_heads), others=(n_kv_heads,)),
+            q_rope=rope(turned=(n_heads,)),
+            k_rope=rope(turned=(n_kv_heads,)),
+            attend=attend_of(config, kind.window),
         )
 
-    def latent_attention(self):
+    def latent_attention(self, kind):
         config, latent = self.config, self.config.latent
         direct = latent.q_rank is None
         return LatentAttention(
@@ -183,11 +201,18 @@ class _Builder:
             q_up=self.matrices("q_proj" if direct else "q_up"),
             kv_down=self.matrices("kv_down"),
             k_norm=self.rms_norm("k_norm", latent.norm_eps),
-            kv_expand=self.matrices("kv_expand"),
+            kv_up=self.matrices("kv_expand"),
             o_proj=self.matrices("o_proj"),
             latent=latent,
-            head_dim=config.head_dim,
-            scores=scores_of(config),
+            q_rope=ops.rope.fixed(
+                head_dim=config.head_dim, turned=(config.n_heads,), n_kept=config.head_dim - latent.rope_dim
+            ),
+            k_rope=ops.rope.fixed(head_dim=latent.rope_dim, turned=(1,)),
+            expand=kv_expand.fixed(
+                n_heads=config.n_heads, rope_dim=latent.rope_dim, value_dim=latent.value_dim,
+                format_=self.precision.activations,
+            ),
+            attend=attend_of(config, kind.window),
         )
 
     def mlp(self, prefix=""):
@@ -211,7 +236,9 @@ class _Builder:
         """A norm as the family has it, if it has it."""
         if self.config.norm == "rms":
             return self.rms_norm(name, self.config.norm_eps)
-        return LayerNorm(self.vector(name), self.vector(name + ".bias"), self.config.norm_eps) if name in self.shapes else no_norm
+        if name not in self.shapes:
+            return no_norm
+        return LayerNorm(self.vector(name), self.vector(name + ".bias"), ops.layer_norm.fixed(eps=self.config.norm_eps))
 
     def rms_norm(self, name, eps):
         if name not in self.shapes:
@@ -219,7 +246,7 @@ class _Builder:
         gain = self.vector(name)
         if self.gain_offset and gain.data is not None:
             gain = Array(gain.spec, gain.data + self.gain_offset)
-        return RMSNorm(gain, eps)
+        return RMSNorm(gain, ops.rms_norm.fixed(eps=eps))
 
     def vector(self, name):
         """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""
@@ -233,15 +260,15 @@ class _Builder:
 
     def matrices(self, *names, prefix=""):
         """Projections that share their input, joined."""
-        specs = tuple([self.specs(name, prefix, self.shapes) for name in names])
-        return Array(specs, None if self.source is None else self.joined(specs, prefix))
+        specs = joined(*[self.specs(name, prefix, self.shapes) for name in names])
+        return Array(specs, None if self.source is None else self.matrix(specs, prefix))
 
     def of_experts(self, *names):
         """The same for each of a layer's experts: the specs of one, and the values of all."""
         shapes = {name: shape[1:] for name, shape in self.shapes.items()}
-        specs = tuple([self.specs(name, "", shapes) for name in names])
+        specs = joined(*[self.specs(name, "", shapes) for name in names])
         numbers = range(self.config.experts.n_experts)
-        return Array(specs, None if self.source is None else tuple([self.joined(specs, "", expert) for expert in numbers]))
+        return Array(specs, None if self.source is None else tuple([self.matrix(specs, "", expert) for expert in numbers]))
 
     def specs(self, name, prefix, shapes):
         """Specs of a matrix, and of its bias or None; what is shared by all tokens is entered under the same names."""
@@ -251,7 +278,7 @@ class _Builder:
             return matrix, None
         return matrix, spec(shapes[bias], self.precision.format_of(bias, self.at, is_matrix=False), "weight", name)
 
-    def joined(self, specs, prefix, expert=None):
+    def matrix(self, specs, prefix, expert=None):
         """`Matrix` of the projections, one below the other."""
         parts = []
         for matrix, bias in specs:
@@ -263,14 +290,15 @@ class _Builder:
             parts.append((self.keep(rows, matrix.format), scales, bias))
         rows, scales, biases = [each[0] if len(each) == 1 or each[0] is None else np.concatenate(each) for each in zip(*parts)]
         stops = np.cumsum([matrix.shape[0] for matrix, _ in specs]).tolist()
-        splits = tuple(map(slice, [0, *stops], stops))
-        return Matrix(rows, scales, biases, splits, specs[0][0].format)
+        splits = tuple([np.s_[:, start:stop] for start, stop in zip([0, *stops], stops)])
+        format_ = specs[0][0].format
+        return Matrix(rows, scales, biases, splits, format_, tiled=rows.dtype in PACKED or bool(format_.group))
 
 
-@lru_cache(maxsize=256)
-def scores_of(config):
-    """Settings of `npinfer.attention.attention` that are the same in all layers."""
-    return {"scale": config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale, "softcap": config.attn_softcap}
+def attend_of(config, window):
+    """`npinfer.attention.attention` with the settings of a layer."""
+    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+    return attention.fixed(scale=scale, window=window, softcap=config.attn_softcap)
 
 
 def random_source(seed):

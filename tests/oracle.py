@@ -72,8 +72,9 @@ def a_matrix(names, d_outs, d_in, format_=FP32, bias=False, seed=0):
         numbers(total, d_in, seed=seed),
         n_groups and numbers(total, n_groups, seed=seed),
         numbers(1, total, seed=seed)[0] if bias else None,
-        tuple(slice(stop - d_out, stop) for d_out, stop in zip(d_outs, stops)),
+        tuple(np.s_[:, stop - d_out : stop] for d_out, stop in zip(d_outs, stops)),
         format_,
+        tiled=bool(format_.group),
     )
 
 

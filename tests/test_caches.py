@@ -4,6 +4,7 @@ import gc
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from cachelib import (
     CONFIGS, CacheAgainstHistories, Clock, WatchedStore, assert_cold, check_payloads, check_store, cold, joined,
     loaded_bytes, model, parents_of, requests, row_bytes, split, watched,
 )  # fmt: skip
-from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, generate, kvcache, layers, ops
+from intercept import replace_operation
+from npinfer import CacheError, InputError, Ledger, PrefixCache, PromptCache, Transformer, UnknownName, generate, kvcache, ops
 from strategies import FP32
 
 names = st.sampled_from(["T1", "window", "window of one", "grouped"])
@@ -68,7 +70,7 @@ class PromptCacheAgainstHistories(CacheAgainstHistories):
         uses = parents_of(self.held.longest(self.full(ids[:-1])))
         self.held.acquire(*uses)
         for cache in self.caches:
-            with failing("linear", n_calls), pytest.raises(ZeroDivisionError):
+            with failing(cache.model, "linear", n_calls), pytest.raises(ZeroDivisionError):
                 cache.prefill(ids)
         self.held.release(uses, self.clock())
 
@@ -144,25 +146,23 @@ def common(one, other):
     return n
 
 
-def failing(op, n_calls):
-    """A context in which the n-th call of an operation fails."""
-    owner = layers if op == "attention" else ops
-    patch, real, calls = pytest.MonkeyPatch.context(), getattr(owner, op), []
+@contextmanager
+def failing(model, op, n_calls):
+    """A context in which the n-th call of an operation of a model fails."""
+    calls = []
 
-    def fails(*args, **kwargs):
-        calls.append(op)
-        if len(calls) == n_calls:
-            raise ZeroDivisionError
-        return real(*args, **kwargs)
+    def failing_one(real):
+        def fails(*args):
+            calls.append(op)
+            if len(calls) == n_calls:
+                raise ZeroDivisionError
+            return real(*args)
 
-    class Failing:
-        def __enter__(self):
-            patch.__enter__().setattr(owner, op, fails)
+        return fails
 
-        def __exit__(self, *exc_info):
-            return patch.__exit__(*exc_info)
-
-    return Failing()
+    with pytest.MonkeyPatch.context() as patch:
+        replace_operation(patch, model, op, failing_one)
+        yield
 
 
 def cache_of(policy, name="T1", kv="fp32", **settings):
@@ -418,7 +418,7 @@ def test_an_error_in_a_forward_leaves_the_cache_as_it_was(policy, settings, op):
     put(A8)
     before, held = cache.stats, set(check_store(cache.store))
     for call in {cache.prefill} if op == "cache_load" else {cache.prefill, put}:
-        with failing(op, 1), pytest.raises(ZeroDivisionError):
+        with failing(cache.model, op, 1), pytest.raises(ZeroDivisionError):
             call([0, 1, 2, 3, 4, 5, 9, 9])
         assert (cache.stats, set(check_store(cache.store))) == (before, held)
     with Ledger() as ledger:
@@ -634,8 +634,12 @@ def test_another_salt_is_another_history():
 @pytest.mark.parametrize("config", ["T1", "grouped"])
 def test_c35_a_key_shifted_twice_is_where_both_shifts_take_it(config):
     rope = model(config).rope
-    keys = np.random.default_rng(0).standard_normal((1, 2, 1, CONFIGS[config].head_dim)).astype(np.float32)
-    turn = ops.rope.__wrapped__
+    keys = np.random.default_rng(0).standard_normal((1, 2 * CONFIGS[config].head_dim)).astype(np.float32)
+
+    def turn(rows, rotation):
+        heads = ops.rope.__wrapped__(rows, rotation, head_dim=CONFIGS[config].head_dim, turned=(2,))
+        return heads.reshape(rows.shape)  # one position: its heads are next to each other
+
     shifted = turn(keys, rope.rotation(7, 1).data)
     for distance in (3, -5):
         shifted = turn(shifted, rope.rotation_by(distance))
@@ -728,12 +732,14 @@ def test_what_is_given_back_during_a_forward_is_room(monkeypatch):
     """Another thread's start may end while this one computes; its rows are no reason to refuse."""
     cache, _ = cache_of("prompt", block_size=2, capacity_bytes=4 * 128)
     held = cache.prefill([1, 2, 3, 4])
-    attention = layers.attention
 
-    def released_meanwhile(*operands, **static):
-        held.release()
-        return attention(*operands, **static)
+    def releasing(attention):
+        def released_meanwhile(*operands):
+            held.release()
+            return attention(*operands)
 
-    monkeypatch.setattr(layers, "attention", released_meanwhile)
+        return released_meanwhile
+
+    replace_operation(monkeypatch, cache.model, "attention", releasing)
     cache.prefill([5, 6]).release()
     assert cache.stats.refused == 0 and cache.stats.evicted == 1

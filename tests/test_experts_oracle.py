@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import npinfer.experts
 import reference as reference_model
-from npinfer.activations import Act, clamped_swiglu, geglu, swiglu
+from npinfer.activations import clamped_swiglu, geglu, swiglu
 from npinfer.errors import ShapeError
 from npinfer.experts import experts, n_touched, of_touched, route
 from npinfer.formats import ALLOWED, FORMATS
@@ -23,8 +23,9 @@ from tally import values
 
 weight_formats = st.sampled_from([FORMATS[name] for name in ALLOWED["weights"]])
 activation_formats = st.sampled_from([FORMATS[name] for name in ALLOWED["activations"]])
-CLAMP = (("limit", 1.5), ("alpha", 1.702))
-ACTS = [Act(swiglu), Act(geglu), Act(clamped_swiglu, CLAMP)]
+CLAMP = {"limit": 1.5, "alpha": 1.702}
+CLAMPED = clamped_swiglu.fixed(**CLAMP)
+ACTS = {swiglu: "swiglu", geglu: "geglu", CLAMPED: "clamped_swiglu"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,7 +79,7 @@ def routes(draw):
 
 @st.composite
 def mixtures(draw):
-    n, d, settings, act = draw(dims), draw(dims), draw(settings_of_experts()), draw(st.sampled_from(ACTS))
+    n, d, settings, act = draw(dims), draw(dims), draw(settings_of_experts()), draw(st.sampled_from(list(ACTS)))
     format_, bias, f, k = draw(matrix_formats), draw(st.booleans()), settings.d_ff, settings.n_active
     all_ids = range(settings.n_experts)
     ids = np.array([draw(st.permutations(all_ids))[:k] for _ in range(n)])
@@ -86,12 +87,12 @@ def mixtures(draw):
     down = [a_matrix(["down_proj"], [d], f, format_, bias, seed + 100) for seed in all_ids]
 
     def reference(x, weights, ids, gate_up, down):
-        definition = reference_model.ACTS[act.op.__name__]
+        definition, clamp = reference_model.ACTS[ACTS[act]], CLAMP.values() if act is CLAMPED else ()
         out = np.zeros((n, d))
         for token, slot in np.ndindex(n, k):
             expert = ids[token, slot]
             gate, up = np.split(multiplied(x[token : token + 1], gate_up[expert])[0], 2)
-            hidden = np.array([[definition(g, u, *[value for _, value in act.settings]) for g, u in zip(gate, up)]])
+            hidden = np.array([[definition(g, u, *clamp) for g, u in zip(gate, up)]])
             out[token] += weights[token, slot] * multiplied(hidden, down[expert])[0]
         return out
 
@@ -126,7 +127,7 @@ def routed(scores, **settings):
     """Choose with a router that hands its input on."""
     scores = np.array(scores, np.float32)
     n_experts = scores.shape[1]
-    w = Matrix(np.eye(n_experts, dtype=np.float32), None, None, (slice(0, n_experts),), FP32)
+    w = Matrix(np.eye(n_experts, dtype=np.float32), None, None, (slice(0, n_experts),), FP32, False)
     correction = np.array(settings.pop("correction", np.zeros(n_experts)), np.float32)
     settings = Experts(n_experts=n_experts, d_ff=1, **settings)
     return route.__wrapped__(scores, w, correction if settings.gate == "sigmoid" else None, experts=settings)
@@ -235,7 +236,7 @@ def test_experts_have_the_flops_of_the_chosen_and_the_weights_of_the_touched(n, 
 
     gate_up, down = (pair("gate_proj", f, d), pair("up_proj", f, d)), (pair("down_proj", d, f),)
     x, weights, ids = spec((n, d), a), spec((n, k), a), spec((n, k), None, "token")
-    static = {"act": Act(geglu), "experts": settings, "touched": touched}
+    static = {"act": geglu, "experts": settings, "touched": touched}
     out, costs = experts.rule(x, weights, ids, gate_up, down, **static)
     assert (out.shape, out.format) == ((n, d), a)
     assert [op for op, _ in costs] == ["gate_proj", "up_proj", "mlp_act", "down_proj"]
@@ -277,7 +278,7 @@ def test_expected_share_by_hand():
 def test_choices_of_another_shape_are_refused(shapes, message):
     weights, ids = shapes
     gate_up, down = a_matrix(["gate_proj", "up_proj"], [3, 3], 4)[0], a_matrix(["down_proj"], [4], 3)[0]
-    static = {"act": Act(swiglu), "experts": Experts(n_experts=4, n_active=2, d_ff=3), "touched": "all"}
+    static = {"act": swiglu, "experts": Experts(n_experts=4, n_active=2, d_ff=3), "touched": "all"}
     with pytest.raises(ShapeError, match=re.escape(message)):
         experts.rule(spec((2, 4), FP32), spec(weights, FP32), spec(ids, None, "token"), gate_up, down, **static)
 

@@ -1,6 +1,7 @@
 """What a numeric run computes: against a second implementation, against itself in other orders, and after errors."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,14 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import reference
+from intercept import replace_operation
 from npinfer import CacheError, InputError, Ledger, ModelConfig, Precision, Transformer
-from npinfer import activations, attention, generate, kvcache, layers, ops
+from npinfer import attention, generate, kvcache
 from strategies import FP32, LLAMA3, T1, batches, cached_rows, chunkings, configs, model_and_tensors, run, some_tokens
 
 SMALL = settings(max_examples=30)
-# Where the model looks for each operation, so that a test can put another in its place.
-OPERATIONS = dict.fromkeys(("embed", "rms_norm", "linear", "rope", "kv_append", "residual"), ops)
-OPERATIONS |= {"attention": layers, "swiglu": activations}
+OPERATIONS = (
+    "embed", "rms_norm", "linear_side_by_side", "rope", "kv_append", "attention", "linear", "attn_residual", "swiglu",
+    "mlp_residual",
+)  # fmt: skip
 WINDOWED = ModelConfig(
     n_layers=3, d_model=8, n_heads=4, n_kv_heads=2, head_dim=6, d_ff=10, vocab_size=13, sliding_window=3,
     qkv_bias=True, o_bias=True, mlp_bias=True, rope_scaling=LLAMA3,
@@ -243,17 +246,21 @@ def arrays_in(result):
 @pytest.mark.parametrize("config", [T1, WINDOWED], ids=["t1", "windowed"])
 def test_case_41_every_intermediate_is_float32(config, precision, monkeypatch):
     seen = {}
-    watched_names = OPERATIONS | {"softmax": attention}
-    for name, module in watched_names.items():
-        def watched(*operands, _name=name, _body=getattr(module, name), **static):
-            result = _body(*operands, **static)
-            seen.setdefault(_name, set()).update(array.dtype for array in arrays_in(result))
+
+    def watch(name, operation):
+        def watched(*operands):
+            result = operation(*operands)
+            seen.setdefault(name, set()).update(array.dtype for array in arrays_in(result))
             return result
 
-        monkeypatch.setattr(module, name, watched)
+        return watched
+
     model = Transformer.random(config, precision=precision)
+    for name in OPERATIONS:
+        replace_operation(monkeypatch, model, name, partial(watch, name))
+    monkeypatch.setattr(attention, "softmax", watch("softmax", attention.softmax))
     _, cache, logits = run(model, some_tokens(config, 2, 7), [4, 2], 1)
-    assert seen == {name: {np.dtype(np.float32)} for name in watched_names}
+    assert seen == {name: {np.dtype(np.float32)} for name in (*OPERATIONS, "softmax")}
     assert all(part.dtype == np.float32 for part in logits)
     for layer in range(config.n_layers):
         assert all(rows.dtype == np.float32 for rows in cached_rows(cache, layer))
@@ -377,19 +384,22 @@ def test_a_forward_that_fails_anywhere_leaves_no_trace(config, n_new, capacity, 
     monkeypatch.setattr(kvcache, "GROWTH_ROWS", 1)  # so that rows are also moved by the forward that fails
     fuse = [0]  # operations until the next failure; none of those at 0
 
-    for name, module in OPERATIONS.items():
-        def failing(*operands, _body=getattr(module, name), **static):
+    def with_fuse(operation):
+        def failing(*operands):
             fuse[0] -= 1
             if fuse[0] == 0:
                 raise Interrupted
-            return _body(*operands, **static)
+            return operation(*operands)
 
-        monkeypatch.setattr(module, name, failing)
+        return failing
+
     model = Transformer.random(config, precision=FP32)
+    for name in OPERATIONS:
+        replace_operation(monkeypatch, model, name, with_fuse)
     tokens = some_tokens(config, 1, 11 + n_new)
     _, cache, _ = run(model, tokens, [4, 2], 5, cache=model.new_cache(capacity=capacity))
     before, expected = held(cache), model.prefill(tokens[:, 11:], cache.fork())
-    n_operations = 1 + config.n_layers * 13 + 2
+    n_operations = 1 + config.n_layers * 12 + 2
     for at in range(1, n_operations + 1):
         fuse[0] = at
         with pytest.raises(Interrupted):

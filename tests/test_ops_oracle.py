@@ -24,7 +24,7 @@ from npinfer.parts import Latent
 from npinfer.rope import RopeTable
 from npinfer.specs import Array, spec
 from oracle import (
-    BITS, CHECKS, FP32, Case, a_matrix, dims, flops, matrix_formats, multiplied, n_retained, numbers, stored, unscaled,
+    BITS, CHECKS, FP32, Case, a_matrix, dims, flops, listed, matrix_formats, multiplied, n_retained, numbers, stored, unscaled,
     vectors_of, windows,
 )  # fmt: skip
 from reference import ACTS
@@ -91,47 +91,62 @@ def layer_norms(draw):
 
 
 @st.composite
-def linears(draw):
+def linears(draw, op=ops.linear):
     n, d_in = draw(dims), draw(dims)
-    d_outs = draw(st.lists(dims, min_size=1, max_size=3))
-    softcap = draw(st.none() | st.sampled_from([0.5, 30.0])) if len(d_outs) == 1 else None
+    capped = op is ops.capped_linear
+    d_outs = draw(st.lists(dims, min_size=1, max_size=1 if capped else 3))
+    static = {"softcap": draw(st.sampled_from([0.5, 30.0]))} if capped else {}
     pairs, w = a_matrix(["q_proj", "k_proj", "v_proj"], d_outs, d_in, draw(matrix_formats), draw(st.booleans()))
 
     def reference(x, w):
         out = multiplied(x, w)
-        if softcap is not None:
-            out = np.array([[softcap * math.tanh(value / softcap) for value in row] for row in out])
+        if capped:
+            out = np.array([[static["softcap"] * math.tanh(value / static["softcap"]) for value in row] for row in out])
         parts = np.split(out, np.cumsum(d_outs)[:-1], axis=1)
-        return parts if len(parts) > 1 else parts[0]
+        return parts if len(parts) > 1 and op is ops.linear else out
 
-    return Case(ops.linear, (spec((n, d_in), FP32), pairs), (numbers(n, d_in), w), {"softcap": softcap}, reference)
+    return Case(op, (spec((n, d_in), FP32), pairs), (numbers(n, d_in), w), static, reference)
 
 
 @st.composite
 def ropes(draw):
-    batch, n_heads, n_new, half = draw(dims), draw(dims), draw(dims), draw(dims)
+    """Queries, or queries and keys, or values behind them, of a model with rotary positions and of one without."""
+    batch, n_new, half = draw(dims), draw(dims), draw(st.integers(0, 3))
     before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    shape = batch, n_heads, n_new, before + 2 * half + behind
+    turned = draw(st.lists(dims, min_size=1, max_size=2).map(tuple))
+    others = draw(st.just(()) | st.tuples(dims))
+    head_dim = before + 2 * half + behind or 1
+    n_heads = sum(turned + others)
     angles = numbers(n_new, half).astype(np.float64)
-    rotation = np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
-    def reference(x, rotation):
+    def reference(rows, rotation):
+        x = rows.reshape(batch, n_new, n_heads, head_dim)
         first, second = x[..., before : before + half], x[..., before + half : before + 2 * half]
-        turned = (first + 1j * second) * np.exp(1j * angles)  # a pair is a complex number
-        return np.concatenate([x[..., :before], turned.real, turned.imag, x[..., before + 2 * half :]], axis=-1)
+        pairs = (first + 1j * second) * np.exp(1j * angles)[:, None]  # a pair is a complex number
+        out = np.concatenate([x[..., :before], pairs.real, pairs.imag, x[..., before + 2 * half :]], axis=-1)
+        out[:, :, sum(turned) :] = x[:, :, sum(turned) :]
+        parts = np.split(out.transpose(0, 2, 1, 3), np.cumsum(turned + others)[:-1], axis=1)
+        return parts if len(parts) > 1 else parts[0]
 
-    specs = spec(shape, FP32), spec(rotation.shape, None, "constant")
-    return Case(ops.rope, specs, (numbers(*shape), rotation), {"n_kept": before}, reference)
+    specs = spec((batch * n_new, n_heads * head_dim), FP32), spec((2, n_new, 1, 2, half), None, "constant")
+    static = {"head_dim": head_dim, "turned": turned, "others": others, "n_kept": before}
+    return Case(ops.rope, specs, (numbers(*specs[0].shape), rotation_of(angles)), static, reference)
+
+
+def rotation_of(angles):
+    """Cosines and sines of angles (n_new, half), as `npinfer.rope` lays them out."""
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return np.stack([np.stack([cos, cos], 1)[:, None], np.stack([-sin, sin], 1)[:, None]])
 
 
 @st.composite
-def residuals(draw):
+def residuals(draw, op):
     shape = draw(dims), draw(dims)
     return Case(
-        ops.residual,
+        op,
         (spec(shape, FP32), spec(shape, FP32)),
         (numbers(*shape), numbers(*shape[::-1]).T),
-        {"op": "attn_residual"},
+        {},
         lambda x, y: x.astype(np.float64) + y,
     )
 
@@ -165,8 +180,11 @@ CASES = {
     "rms_norm": rms_norms(),
     "layer_norm": layer_norms(),
     "linear": linears(),
+    "linear_side_by_side": linears(ops.linear_side_by_side),
+    "capped_linear": linears(ops.capped_linear),
     "rope": ropes(),
-    "residual": residuals(),
+    "attn_residual": residuals(ops.attn_residual),
+    "mlp_residual": residuals(ops.mlp_residual),
     "swiglu": acts("swiglu"),
     "geglu": acts("geglu"),
     "gelu": acts("gelu", gated=False),
@@ -199,13 +217,14 @@ def test_activations_of_large_values_have_their_limits(name):
     static = {"limit": 1e4, "alpha": 1.0} if name == "clamped_swiglu" else {}
     gate = np.array([[-1e4, 1e4]], np.float32)
     up = np.full((1, 2), 0 if name == "clamped_swiglu" else 1, np.float32)  # the clamped one adds 1
-    out = getattr(activations, name).__wrapped__(*((gate,) if name == "gelu" else (gate, up)), **static)
+    with np.errstate(over="ignore"):  # as in a forward
+        out = getattr(activations, name).__wrapped__(*((gate,) if name == "gelu" else (gate, up)), **static)
     np.testing.assert_allclose(out, [[0, 1e4]])
 
 
 def test_a_softcap_is_never_exceeded_and_leaves_small_values_alone():
     w = a_matrix(["lm_head"], [3], 1)[1]._replace(rows=np.array([[1e-3], [30.0], [1e6]], np.float32))
-    out = ops.linear.__wrapped__(np.ones((1, 1), np.float32), w, softcap=30.0)
+    out = ops.capped_linear.__wrapped__(np.ones((1, 1), np.float32), w, softcap=30.0)
     np.testing.assert_allclose(out, [[1e-3, 30 * 0.76159416, 30]], rtol=1e-6)  # tanh 1 = 0.76159416
 
 
@@ -217,9 +236,14 @@ def rope_table(head_dim):
     return RopeTable(config, numeric=True)
 
 
+def turn(row, rotation):
+    """One head rotated: (N, head_dim) -> (B, 1, T, head_dim)."""
+    return ops.rope.__wrapped__(row, rotation, head_dim=row.shape[1], turned=(1,))
+
+
 def test_rope_turns_pairs_half_a_head_apart():
-    q = np.array([1, 0, 0, 0], np.float32).reshape(1, 1, 1, 4)
-    turned = ops.rope.__wrapped__(q, rope_table(4).rotation(1, 1).data)
+    q = np.array([[1, 0, 0, 0]], np.float32)
+    turned = turn(q, rope_table(4).rotation(1, 1).data)
     np.testing.assert_allclose(turned.ravel(), [np.cos(1), 0, np.sin(1), 0], rtol=1e-6)
 
 
@@ -233,8 +257,9 @@ def test_rope_table_is_exact_at_distant_positions():
     cos, sin = rope_table(64).rotation(15962, 1).data
     angles = 15962 * 10000.0 ** (-np.arange(32, dtype=np.float64) / 32)
     assert cos.dtype == sin.dtype == np.float32
-    np.testing.assert_allclose(cos[0], np.cos(angles), rtol=0, atol=1e-7)
-    np.testing.assert_allclose(sin[0], np.sin(angles), rtol=0, atol=1e-7)
+    for cosines, sines in ((cos[0, 0, 0], -sin[0, 0, 0]), (cos[0, 0, 1], sin[0, 0, 1])):  # of first and second elements
+        np.testing.assert_allclose(cosines, np.cos(angles), rtol=0, atol=1e-7)
+        np.testing.assert_allclose(sines, np.sin(angles), rtol=0, atol=1e-7)
 
 
 @given(starts=st.lists(st.integers(0, 700), min_size=1, max_size=4), n_new=dims)
@@ -246,11 +271,11 @@ def test_rope_table_is_the_same_however_it_grew(starts, n_new):
 
 @given(position=st.integers(0, 300), shift=st.integers(0, 300))
 def test_rope_makes_scores_depend_on_distance_alone(position, shift):
-    q, k = numbers(1, 1, 1, 8), numbers(1, 1, 8, 1).reshape(1, 1, 1, 8)
+    q, k = numbers(1, 8), numbers(8, 1).reshape(1, 8)
     table = rope_table(8)
 
     def score(q_position, k_position):
-        turned = [ops.rope.__wrapped__(x, table.rotation(p, 1).data) for x, p in ((q, q_position), (k, k_position))]
+        turned = [turn(x, table.rotation(p, 1).data) for x, p in ((q, q_position), (k, k_position))]
         return np.sum(turned[0] * turned[1])
 
     np.testing.assert_allclose(score(position + shift, position), score(shift, 0), rtol=0, atol=5e-6)
@@ -339,7 +364,13 @@ def test_linear_counts_each_of_its_projections(n, d_in, d_outs, bias, softcap, w
         (spec((d_out, d_in), w, "weight", name), spec((d_out,), vectors, "weight", name) if bias else None)
         for d_out, name in zip(d_outs, names)
     )
-    _, costs = ops.linear.rule(spec((n, d_in), a), parts, softcap=softcap)
+    outs, costs = ops.linear.rule(spec((n, d_in), a), parts) if softcap is None else ops.capped_linear.rule(
+        spec((n, d_in), a), parts, softcap=softcap
+    )
+    assert [out.shape for out in listed(outs)] == [(n, d_out) for d_out in d_outs]
+    if softcap is None:
+        together, same = ops.linear_side_by_side.rule(spec((n, d_in), a), parts)
+        assert (together.shape, same) == ((n, sum(d_outs)), costs)
     widening = {"int8": lambda d_out: n * d_out, "int4": lambda d_out: d_in * d_out}.get(str(w), lambda d_out: 0)
     assert costs == tuple(
         (
@@ -364,26 +395,36 @@ def test_mixed_formats_widen_nothing(n, d_in, d_out, bits):
     assert counts.weight_bytes_read == -(-d_out * d_in * Fraction(str(bits)) // 8)
 
 
-@given(shape=st.tuples(dims, dims, dims, dims), n_kept=st.integers(0, 3), behind=st.integers(0, 3), a=activation_formats)
-def test_rope_reads_and_writes_all_but_what_has_no_position(shape, n_kept, behind, a):
+@given(
+    shape=st.tuples(dims, dims, st.integers(0, 4)), turned=st.lists(dims, min_size=1, max_size=2).map(tuple),
+    others=st.just(()) | st.tuples(dims), n_kept=st.integers(0, 3), behind=st.integers(0, 3), a=activation_formats,
+)  # fmt: skip
+def test_rope_reads_and_writes_all_but_what_has_no_position(shape, turned, others, n_kept, behind, a):
     """A partial rotary copies what it does not turn; the part of a latent's head that has no position is not its business."""
-    batch, n_heads, n_new, half = shape
-    x = spec((batch, n_heads, n_new, n_kept + 2 * half + behind), a)
-    out, costs = ops.rope.rule(x, spec((2, n_new, half), None, "constant"), n_kept=n_kept)
-    assert out is x
-    moved = stored((batch, n_heads, n_new, 2 * half + behind), a)
-    turned = batch * n_heads * n_new * 2 * half
-    assert costs == (("rope", Counts(0, 0, 3 * turned, activation_bytes_read=moved, activation_bytes_written=moved)),)
+    batch, n_new, half = shape
+    head_dim = n_kept + 2 * half + behind or 1
+    rows = spec((batch * n_new, sum(turned + others) * head_dim), a)
+    rotation = spec((2, n_new, 1, 2, half), None, "constant")
+    outs, costs = ops.rope.rule(rows, rotation, head_dim=head_dim, turned=turned, others=others, n_kept=n_kept)
+    assert [out.shape for out in listed(outs)] == [(batch, n_heads, n_new, head_dim) for n_heads in turned + others]
+    assert {(out.format, out.role) for out in listed(outs)} == {(a, "activation")}
+    expected = []
+    for n_heads in turned if half else ():  # values are only looked at
+        moved = stored((batch, n_heads, n_new, 2 * half + behind), a)
+        flops = 3 * batch * n_heads * n_new * 2 * half
+        expected.append(("rope", Counts(0, 0, flops, activation_bytes_read=moved, activation_bytes_written=moved)))
+    assert costs == tuple(expected)
 
 
 @given(shape=st.tuples(dims, dims), a=activation_formats)
 def test_residual_activation_and_sample_bytes(shape, a):
     x, moved, n = spec(shape, a), stored(shape, a), shape[0] * shape[1]
     two_in_one_out = Counts(activation_bytes_read=2 * moved, activation_bytes_written=moved)
-    rules = [ops.residual.rule(x, x, op="mlp_residual"), activations.gelu.rule(x), ops.sample.rule(x)]
+    rules = [ops.attn_residual.rule(x, x), ops.mlp_residual.rule(x, x), activations.gelu.rule(x), ops.sample.rule(x)]
     rules += [act.rule(x, x) for act in (activations.swiglu, activations.geglu)]
     rules.append(activations.clamped_swiglu.rule(x, x, limit=7.0, alpha=1.7))
     assert [costs for _, costs in rules] == [
+        (("attn_residual", two_in_one_out._replace(elementwise_flops=n)),),
         (("mlp_residual", two_in_one_out._replace(elementwise_flops=n)),),
         (("mlp_act", two_in_one_out._replace(elementwise_flops=9 * n, activation_bytes_read=moved)),),
         (("sample", Counts(elementwise_flops=shape[0] * (shape[1] - 1), activation_bytes_read=moved)),),
@@ -506,7 +547,7 @@ def heads(*shape, role="activation"):
             "q_proj: x has d_in=3 but w has d_in=4 (x (2, 3), w (5, 4))",
         ),
         (
-            lambda: ops.residual.rule(spec((2, 3), FP32), spec((3, 2), FP32), op="mlp_residual"),
+            lambda: ops.mlp_residual.rule(spec((2, 3), FP32), spec((3, 2), FP32)),
             "mlp_residual: (2, 3) and (3, 2) differ",
         ),
         (
@@ -514,8 +555,11 @@ def heads(*shape, role="activation"):
             "attn_norm: x has rows of 3 but the gain is (3,) and the bias (4,)",
         ),
         (
-            lambda: ops.rope.rule(spec((1, 2, 3, 6), FP32), spec((2, 3, 3), None, "constant"), n_kept=2),
-            "rope: x is (1, 2, 3, 6) but the rotation is (2, 3, 3), expected (2, 3, up to 2)",
+            lambda: ops.rope.rule(
+                spec((3, 12), FP32), spec((2, 3, 1, 2, 3), None, "constant"), head_dim=6, turned=(2,), n_kept=2
+            ),
+            "rope: rows are (3, 12) but the rotation is (2, 3, 1, 2, 3), expected a multiple of 3 rows of 2 heads of 6, "
+            "and up to 2 pairs",
         ),
         (
             lambda: activations.geglu.rule(spec((2, 3), FP32), spec((2, 4), FP32)),

@@ -506,16 +506,16 @@ def test_a_start_that_is_held_over_a_load_is_released_without_harm(tmp_path):
 def test_loading_while_a_session_is_in_a_call_is_refused(tmp_path, monkeypatch):
     sessions = some_sessions()
     sessions.save(tmp_path / "file")
-    inside, go_on, original, results = threading.Event(), threading.Event(), layers.attention, []
+    inside, go_on, original, results = threading.Event(), threading.Event(), layers.Attention.__call__, []
 
-    def attention(*args, **kwargs):
+    def attention(*args):
         if threading.current_thread() is thread and not inside.is_set():
             inside.set()
             assert go_on.wait(20)
-        return original(*args, **kwargs)
+        return original(*args)
 
     thread = threading.Thread(target=lambda: results.append(sessions.session("a").prefill([1, 2, 3, 4])))
-    monkeypatch.setattr(layers, "attention", attention)
+    monkeypatch.setattr(layers.Attention, "__call__", attention)
     thread.start()
     try:
         assert inside.wait(20)

@@ -616,7 +616,7 @@ def broken(*args, **kwargs):
     raise MemoryError("for the test")
 
 
-@pytest.mark.parametrize("owner, name", [(layers, "attention"), (ops, "cache_load"), (npinfer.KVCache, "rows")])
+@pytest.mark.parametrize("owner, name", [(layers.Attention, "__call__"), (ops, "cache_load"), (npinfer.KVCache, "rows")])
 def test_a_call_that_fails_leaves_the_session_as_it_was(monkeypatch, owner, name):
     sessions, _ = sessions_of(40, 20, capacity=100)
     before = sessions.stats
@@ -635,17 +635,17 @@ def test_a_call_that_fails_leaves_the_session_as_it_was(monkeypatch, owner, name
 def stopped_inside(monkeypatch, call):
     """A thread that makes `call` and stands still in the midst of its forward; gives what it returned, in a list."""
     inside, go_on, results = threading.Event(), threading.Event(), []
-    original = layers.attention
+    original = layers.Attention.__call__
 
-    def attention(*args, **kwargs):
+    def attention(*args):
         if threading.current_thread() is thread and not inside.is_set():
             inside.set()
             assert go_on.wait(20)
-        return original(*args, **kwargs)
+        return original(*args)
 
     thread = threading.Thread(target=lambda: results.append(call()))
     with monkeypatch.context() as patch:
-        patch.setattr(layers, "attention", attention)
+        patch.setattr(layers.Attention, "__call__", attention)
         thread.start()
         try:
             assert inside.wait(20)
@@ -699,16 +699,16 @@ def test_a_start_that_is_not_released_is_no_writer():
 
 def test_sessions_in_threads_at_once(monkeypatch):
     """All are in the midst of a forward at the same time."""
-    n_threads, original, local = 4, layers.attention, threading.local()
+    n_threads, original, local = 4, layers.Attention.__call__, threading.local()
     barrier = threading.Barrier(n_threads)
 
-    def attention(*args, **kwargs):
+    def attention(*args):
         if not getattr(local, "met", False):
             local.met = True
             barrier.wait(20)
-        return original(*args, **kwargs)
+        return original(*args)
 
-    monkeypatch.setattr(layers, "attention", attention)
+    monkeypatch.setattr(layers.Attention, "__call__", attention)
     sessions, failures = SessionCache(model(), 60 * ROW_BYTES), []
 
     def talk(number):

@@ -215,15 +215,15 @@ def linear_without_bias(x, w):
     return x @ w.rows.T * w.scales[:, 0]
 
 
-def rope_that_copies_first(x, rotation):
-    return ops.rope.__wrapped__(x * 1.0, rotation)
+def rope_that_copies_first(rows, rotation, **static):
+    return ops.rope.__wrapped__(rows * 1.0, rotation, **static)
 
 
 def swiglu_by_a_product(gate, up):
     return gate * (1 / (1 + np.exp(-gate))) * up
 
 
-def residual_of_half_the_rows(x, y, op):
+def residual_of_half_the_rows(x, y):
     half = len(x) // 2
     return np.concatenate([x[:half] + y[:half], x[half:]])
 
@@ -265,30 +265,30 @@ PLANTED = [
     (
         ops.linear,
         (spec((3, 4), FP32), LINEAR),
-        (numbers(3, 4), Matrix(numbers(6, 4), numbers(6, 1), numbers(6), (slice(0, 6),), INT8)),
+        (numbers(3, 4), Matrix(numbers(6, 4), numbers(6, 1), numbers(6), (slice(0, 6),), INT8, False)),
         {},
         [linear_that_multiplies_twice, linear_by_elements, linear_that_scales_its_weights, linear_without_bias],
     ),
     (
         ops.rope,
-        (spec((1, 2, 3, 4), FP32), spec((2, 3, 2), None, "constant")),
-        (numbers(1, 2, 3, 4), numbers(2, 3, 2)),
-        {},
+        (spec((3, 8), FP32), spec((2, 3, 1, 2, 2), None, "constant")),
+        (numbers(3, 8), numbers(2, 3, 1, 2, 2)),
+        {"head_dim": 4, "turned": (2,)},
         [rope_that_copies_first],
     ),
     (activations.swiglu, (spec((3, 4), FP32),) * 2, (numbers(3, 4), numbers(3, 4)), {}, [swiglu_by_a_product]),
     (
-        ops.residual,
+        ops.attn_residual,
         (spec((3, 4), FP32),) * 2,
         (numbers(3, 4), numbers(3, 4)),
-        {"op": "attn_residual"},
+        {},
         [residual_of_half_the_rows],
     ),
     (ops.sample, (spec((3, 4), FP32),), (numbers(3, 4),), {}, [sample_that_scales_first]),
     (
         ops.embed,
         (spec((1, 3), FP32, "token"), spec((5, 4), FP32, "weight", "embed"), None),
-        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),), FP32), None),
+        (np.array([[0, 4, 4]]), Matrix(numbers(5, 4), None, None, (slice(0, 5),), FP32, False), None),
         {},
         [embed_that_scales],
     ),
