@@ -66,6 +66,8 @@ class Engine:
     @cached_property
     def ranges(self):
         """10th and 90th percentile of measured / expected time, of prefill and of decode; generic's where its devices are few."""
+        if self.interpreted:
+            return None, None  # one machine, and no other to have learned its errors from
         generic = _engine("generic")
         return self.range_prefill or generic.range_prefill, self.range_decode or generic.range_decode
 

@@ -10,7 +10,7 @@ amounts are what `costmodel.calibration` fits the parameters to.
 from math import ceil
 from typing import NamedTuple
 
-from costmodel import experts, formulas
+from costmodel import experts, formulas, interpreter
 from costmodel.engines import parameters
 from costmodel.levels import times
 from costmodel.loads import forward_load, layers_by_window, visible_pairs
@@ -60,6 +60,7 @@ class Model(NamedTuple):
     quantised: bool
     heads: list  # (window, heads of all layers that have it)
     n_operations: int  # of one forward
+    n_products: int  # of them those with weights
 
 
 class Work(NamedTuple):
@@ -74,6 +75,10 @@ class Work(NamedTuple):
     expert_bytes: int  # of one forward, those that its tokens are expected to touch
     pairs: int  # (query, key) pairs needed, of all heads, layers and forwards
     decode: bool
+    elementwise_flops: int
+    n_sequences: int
+    n_cached: int  # positions before the first new one
+    n_new: int
 
 
 def model(config, precision, resident_bytes, streamed_bytes, n_weights):
@@ -88,15 +93,18 @@ def model(config, precision, resident_bytes, streamed_bytes, n_weights):
         n_weights,
         8 * resident_bytes < LEAST_BITS * formulas.n_parameters(config),
         [(window, config.n_heads * len(layers)) for window, layers in layers_by_window(config)],
-        n_operations(config, precision),
+        *n_operations(config, precision),
     )
 
 
 def n_operations(config, precision):
-    """Operations of one forward: those of each layer (one `rope` on queries and one on keys), and those outside them."""
-    names = set(operation_counts(config, precision, forward_load(config, precision, 1, 0, 1)))
-    inside = names - {"embed", "final_norm", "lm_head"}
-    return config.n_layers * (len(inside) + ("rope" in inside)) + len(names) - len(inside) + 1  # and `sample`
+    """Operations of one forward, and how many of them are products with weights: in every layer (one `rope` on queries and
+    one on keys), and outside them."""
+    counted = operation_counts(config, precision, forward_load(config, precision, 1, 0, 1))
+    products = [op for op, counts in counted.items() if counts.matmul_flops and counts.weight_bytes_read]
+    inside = len(counted) - len(counted.keys() & {"embed", "final_norm", "lm_head"})
+    n_all = config.n_layers * (inside + ("rope" in counted)) + len(counted) - inside + 1  # and `sample`
+    return n_all, config.n_layers * (len(products) - 1) + 1
 
 
 def work(model, phase, batch, n_cached, n_new, decode):
@@ -111,6 +119,10 @@ def work(model, phase, batch, n_cached, n_new, decode):
         (phase.streamed_bytes - phase.least_bytes) // phase.n_forwards + model.active_bytes,
         batch * sum([n_heads * visible_pairs(n_cached, n_new, window) for window, n_heads in model.heads]),
         decode,
+        sum([cost[1] for cost in phase.costs]),
+        batch,
+        n_cached,
+        n_new,
     )
 
 
@@ -200,25 +212,22 @@ def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
     exchange_s : (float, float)
         Seconds of each phase in which several devices add up their sums.
     """
-    if engine.interpreted:
-        return _interpreted(engine, gpu, works, roofline, n_output)
     found = []
     for work, least_s, exchanging_s in zip(works, roofline, exchange_s):
-        phase_s, bound = seconds(engine, gpu, compute, work) if work else (None, None)
+        phase_s = bound = None
+        if work:
+            phase_s, bound = (_interpreted if engine.interpreted else seconds)(engine, gpu, compute, work)
         if phase_s is not None:
             phase_s = max((phase_s + exchanging_s) / work.n_forwards, least_s or 0.0)
         found.append((phase_s, bound))
     (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
-    ranges = [s and (s * low, s * high) for s, (low, high) in zip((ttft_s, tpot_s), engine.ranges)]
+    ranges = [s and low_high and (s * low_high[0], s * low_high[1]) for s, low_high in zip((ttft_s, tpot_s), engine.ranges)]
     return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, *ranges, engine.basis)
 
 
-def _interpreted(engine, gpu, works, roofline, n_output):
-    """`Expected` of the interpreter: the roofline, and every operation's own time besides."""
-    found = []
-    for work, least_s, bound in zip(works, roofline, (roofline.prefill_bound, roofline.decode_bound)):
-        known = None not in (work, least_s, gpu.operation_s)
-        launching_s = work.model.n_operations * gpu.operation_s if known else None
-        found.append((least_s + launching_s, "launches" if launching_s > least_s else bound) if known else (None, None))
-    (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
-    return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, None, None, engine.basis)
+def _interpreted(engine, gpu, compute, work):
+    """As `seconds`, of `npinfer` itself."""
+    peak = gpu.matmul_flops_per_s.get(compute)
+    if None in (gpu.interpreter, gpu.vector_flops_per_s, peak):
+        return None, None
+    return interpreter.seconds(gpu, peak, work)

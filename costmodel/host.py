@@ -24,13 +24,14 @@ def measured():
     """
     bandwidths = {size: measure.streaming_bytes_per_s(size) for size in BANDWIDTH_SIZES}
     product = measure.matmul_flops_per_s(PRODUCT_ROWS)
+    interpreter, vector = measure.interpreter(bandwidths[max(bandwidths)], product)
     return {
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "memory_bytes_per_s": bandwidths[max(bandwidths)],
         "matmul_flops_per_s": {name: product for name in ("fp32", "fp16", "bf16")},
-        "vector_flops_per_s": measure.vector_flops_per_s(),
+        "vector_flops_per_s": vector,
         "last_level_cache_bytes": _last_level(),
-        "operation_s": measure.operation_s(bandwidths[max(bandwidths)]),
+        "interpreter": interpreter,
         "bandwidths": bandwidths,
     }
 
@@ -53,11 +54,12 @@ def as_profile(rates, date):
     lines = ["# This machine, measured by tools/calibrate.py host."]
     lines += [f"#   streams {size / 2**20:g} MiB at {rate / 1e9:.1f} GB/s" for size, rate in rates["bandwidths"].items()]
     lines += ["", "[host]"]
-    for key in ("memory_bytes", "memory_bytes_per_s", "vector_flops_per_s", "last_level_cache_bytes", "operation_s"):
+    for key in ("memory_bytes", "memory_bytes_per_s", "vector_flops_per_s", "last_level_cache_bytes"):
         if rates[key] is not None:
             lines.append(f"{key} = {rates[key]:.6g}" if isinstance(rates[key], float) else f"{key} = {rates[key]}")
-    products = ", ".join([f"{name} = {rate:.6g}" for name, rate in rates["matmul_flops_per_s"].items()])
-    lines.append(f"matmul_flops_per_s = {{ {products} }}")
+    for key in ("matmul_flops_per_s", "interpreter"):
+        inside = ", ".join([f"{name} = {rate:.6g}" for name, rate in rates[key].items()])
+        lines.append(f"{key} = {{ {inside} }}")
     cpu = platform.processor() or platform.machine()
     lines.append(f'source = "measured by tools/calibrate.py host on {date}: {cpu}, {os.cpu_count()} CPUs"')
     return "\n".join(lines) + "\n"

@@ -11,14 +11,17 @@ from time import perf_counter
 import numpy as np
 
 import npinfer
-from npinfer import activations, ops
+from costmodel.interpreter import SCORE_FLOPS
+from npinfer import ops
+from npinfer.attention import attention
 from npinfer.specs import Array, spec
 
 FP32 = npinfer.Precision("fp32", "fp32", "fp32")
 WARM_UP = 2  # runs that are not timed: threads start, memory comes in
+STEPS = 16  # decode steps in a row
 
 
-def alternate(*functions, repeats=15, before=None):
+def alternate(*functions, repeats=15, before=None, in_a_row=1):
     """Seconds of each function, run in turns.
 
     Parameters
@@ -27,21 +30,25 @@ def alternate(*functions, repeats=15, before=None):
     repeats : int
     before : callable, optional
         Run before each, untimed.
+    in_a_row : int
+        Runs of a function in each turn: what is used in a loop of its own, as a
+        decode step is, finds in the caches what it left there itself.
 
     Returns
     -------
     list of lists of float
-        One list of `repeats` times for each function.
+        One list of at least `repeats` times for each function, whole turns.
     """
     times_s = [[] for _ in functions]
-    for turn in range(WARM_UP + repeats):
+    for turn in range(1 + -(-repeats // in_a_row)):
         for function, measured in zip(functions, times_s):
-            if before is not None:
-                before()
-            start_s = perf_counter()
-            function()
-            if turn >= WARM_UP:
-                measured.append(perf_counter() - start_s)
+            for _ in range(max(WARM_UP, in_a_row) if turn == 0 else in_a_row):
+                if before is not None:
+                    before()
+                start_s = perf_counter()
+                function()
+                if turn:
+                    measured.append(perf_counter() - start_s)
     return times_s
 
 
@@ -96,14 +103,6 @@ def matmul_flops_per_s(n_rows, d=2048, repeats=5):
     return 2 * n_rows * d * d / min(times_s)
 
 
-def vector_flops_per_s(repeats=7):
-    """FLOPs per second of SwiGLU, 4 for each element, on rows that a cache holds."""
-    gate, up = np.ones((64, 1024), np.float32), np.ones((64, 1024), np.float32)
-    body = activations.swiglu.__wrapped__
-    (times_s,) = alternate(lambda: body(gate, up), repeats=repeats)
-    return 4 * gate.size / min(times_s)
-
-
 def record_s(repeats=9):
     """Seconds that the ledger takes for one operation: with it, less without it."""
     x = Array(spec((1, 2), npinfer.Precision().activations), np.ones((1, 2), np.float32))
@@ -120,24 +119,75 @@ def record_s(repeats=9):
     return (min(with_it) - min(without)) / 2000
 
 
-def operation_s(memory_bytes_per_s, repeats=25):
-    """Seconds of an operation beside the bytes it streams, in the mean of a decode step.
+def interpreter(memory_bytes_per_s, matmul_flops_per_s, n_prompt=512):
+    """The rates of the interpreter itself, as `costmodel.interpreter` adds them up, and its elementwise one.
 
-    A step of a model of 512 columns less its weights' bytes at full bandwidth:
-    Python and NumPy between the products, which find their code and data
-    evicted by the weights, and the start and end of each product.
+    From decode steps and prefills of a small model beside their products alone,
+    from products of a few rows, and from attention over long contexts and short ones.
     """
     config = npinfer.ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
     model = npinfer.Transformer.random(config, precision=FP32)
-    cache = model.new_cache(capacity=repeats + WARM_UP + 33)
-    model.prefill(np.zeros((1, 32), int), cache)
+    step, entries = _recorded_step(model)
+    n_operations = sum([entry.calls for entry in entries])
+    n_products = sum([entry.calls for entry in entries if entry.counts.matmul_flops and entry.counts.weight_bytes_read])
+    step_s, products_s = map(median, alternate(step, products(model, 1), repeats=64, in_a_row=STEPS))
+    streamed_s = sum([matrix.rows.nbytes for matrix in matrices(model)]) / memory_bytes_per_s
+    rates = {
+        "operation_s": max(1e-9, (step_s - products_s) / n_operations),
+        "product_s": max(1e-9, (products_s - streamed_s) / n_products),
+        "packing_bytes_per_s": packing_bytes_per_s(matmul_flops_per_s),
+        "kv_bytes_per_s": kv_bytes_per_s(),
+    }
+    prompt = np.zeros((1, n_prompt), int)
+    prefill, bare = (lambda: model.prefill(prompt, model.new_cache())), products(model, n_prompt)
+    prefill_s, bare_s = map(min, alternate(prefill, bare, repeats=10))  # what else the machine does adds to few long runs
     with npinfer.Ledger() as ledger:
-        model.decode([0], cache)
-    n_operations = sum([entry.calls for entry in ledger.entries()])
+        prefill()
+    scores = config.n_layers * config.n_heads * n_prompt * (n_prompt - 1) // 2  # behind the query, skipped
+    attention_flops = sum([ledger.total(op=op).needed_flops for op in ("attn_scores", "attn_mix")])
+    elementwise_s = prefill_s - bare_s - attention_flops / matmul_flops_per_s - n_operations * rates["operation_s"]
+    elementwise_flops = ledger.total().elementwise_flops - SCORE_FLOPS * scores
+    return rates, elementwise_flops / max(1e-9, elementwise_s)
+
+
+def _recorded_step(model):
+    """A function that makes a recorded decode step from a short context, and the entries of one."""
+    cache = model.new_cache(capacity=64)
+    model.prefill(np.zeros((1, 32), int), cache)
 
     def step():
-        with npinfer.Ledger():
+        cache.crop(32)
+        with npinfer.Ledger() as ledger:
             model.decode([0], cache)
+        return ledger
 
-    (times_s,) = alternate(step, repeats=repeats)
-    return max(0.0, median(times_s) - ledger.total().weight_bytes_read / memory_bytes_per_s) / n_operations
+    return step, list(step().entries())
+
+
+def packing_bytes_per_s(matmul_flops_per_s, n_rows=16, d=2048, repeats=9):
+    """Bytes of weights per second that a product of few rows takes beside its arithmetic."""
+    x, several = np.ones((n_rows, d), np.float32), [np.ones((2 * d, d), np.float32) for _ in range(4)]
+
+    def run():
+        for w in several:
+            x @ w.T
+
+    (times_s,) = alternate(run, repeats=repeats)
+    nbytes = sum([w.nbytes for w in several])
+    computing_s = 2 * n_rows * nbytes / 4 / matmul_flops_per_s
+    return nbytes / max(1e-9, median(times_s) - computing_s)
+
+
+def kv_bytes_per_s(n_keys=2048, n_few=16, repeats=9):
+    """Bytes of keys and values per second that attention of one query reads: what many take longer than few."""
+    n_heads, head_dim, n_layers = 8, 64, 8
+    q = np.ones((1, n_heads, 1, head_dim), np.float32)
+    rows = np.ones((n_layers, 2, 1, n_heads, n_keys, head_dim), np.float32)
+    attend = attention.fixed(scale=0.125, window=None).__wrapped__
+
+    def over(n):
+        for k, v in rows[..., :n, :]:
+            attend(q, k, v, None)
+
+    many_s, few_s = map(median, alternate(lambda: over(n_keys), lambda: over(n_few), repeats=repeats))
+    return rows[..., n_few:, :].size * 4 / max(1e-9, many_s - few_s)

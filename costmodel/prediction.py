@@ -252,8 +252,8 @@ def _prediction(
 def device(config, precision, gpu, engine="generic", n_gpus=1, compute=None):
     """What a request runs on: all devices as one, the engine's profile, and the format whose matmul rate is used."""
     gpu = parallel.together(gpu_profile(gpu), n_gpus, config)
-    if engine == "generic" and gpu.operation_s:
-        engine = "npinfer"  # only its operations were measured
+    if engine == "generic" and gpu.interpreter:
+        engine = "npinfer"  # only it was measured
     engine = engines.engine(engine, gpu.vendor)
     if engine.compute and compute is None:  # the fastest that it has kernels for, as far as its rate is known
         formats = engine.formats(_sizes(config, precision).model.quantised)

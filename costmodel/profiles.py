@@ -37,7 +37,7 @@ class GPU:
     last_level_cache_bytes: int | None = None
     host_link_bytes_per_s: float | None = None
     interconnect_bytes_per_s: float | None = None
-    operation_s: float | None = None  # of a host that interprets: an operation beside its arithmetic
+    interpreter: dict | None = None  # of a host: how npinfer itself does there
     vendor: str = ""
     architecture: str = ""
     memory_kind: str = ""
@@ -55,12 +55,16 @@ _NUMBERS = {
     "memory_bytes": ("bytes", "24e9", 1e6, 1e9),
     "memory_bytes_per_s": ("bytes per second", "1008e9", 1e9, 1.2e10),
     "matmul_flops_per_s": ("FLOPs per second", "165.2e12", 1e9, 1e12),
-    "vector_flops_per_s": ("FLOPs per second", "82.58e12", 1e9, 1e12),
+    "vector_flops_per_s": ("FLOPs per second", "82.58e12", 1e8, 1e12),
     "last_level_cache_bytes": ("bytes", "72e6", 1e3, 1e6),
     "host_link_bytes_per_s": ("bytes per second", "31.5e9", 1e6, 1e9),
     "interconnect_bytes_per_s": ("bytes per second", "450e9", 1e6, 1e9),
     "operation_s": ("seconds", "10e-6", 1e-9, 1e-6),
+    "product_s": ("seconds", "50e-6", 1e-9, 1e-6),
+    "packing_bytes_per_s": ("bytes per second", "8e9", 1e6, 1e9),
+    "kv_bytes_per_s": ("bytes per second", "6e9", 1e6, 1e9),
 }
+INTERPRETER = ("operation_s", "product_s", "packing_bytes_per_s", "kv_bytes_per_s")
 
 
 def _number(where, key, value):
@@ -86,6 +90,13 @@ def _rates(where, key, table):
     return {name: float(_number(where, f"{key}.{name}", rate)) for name, rate in table.items()}
 
 
+def _interpreter(where, table):
+    if not isinstance(table, dict) or table.keys() != set(INTERPRETER):
+        met = ", ".join(table) if isinstance(table, dict) else repr(table)
+        raise ProfileError(f"{where}: interpreter has {met}, expected a table of {', '.join(INTERPRETER)}")
+    return {key: float(_number(where, key, value)) for key, value in table.items()}
+
+
 def _profiles(where, name, table):
     """The profiles of a TOML table, one for each memory size, smallest first."""
     values = {"name": name}  # a name in the table replaces it
@@ -94,6 +105,8 @@ def _profiles(where, name, table):
             raise ProfileError(f"{where}: unknown key {key!r}; known: {', '.join(_KEYS)}")
         if key == "matmul_flops_per_s":
             values[key] = _rates(where, key, value)
+        elif key == "interpreter":
+            values[key] = _interpreter(where, value)
         elif key == "memory_bytes":
             sizes = value if isinstance(value, list) and value else [value]
             values[key] = sorted(int(_number(where, key, size)) for size in sizes)

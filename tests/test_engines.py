@@ -71,7 +71,7 @@ def _used(table):
 def test_every_engine_says_what_it_stands_on(table):
     assert _used(table) <= PARAMETERS.keys() and table.source
     assert {*table.by_vendor.values(), *table.versions.values()} <= set(engines.names())
-    for low, high in table.ranges:
+    for low, high in () if table.interpreted else table.ranges:
         assert 0 < low < 1 < high
     if table.rows_decode + table.rows_prefill:
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", table.date)

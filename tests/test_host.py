@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import costmodel
-from costmodel import expected, host, measure
+from costmodel import expected, host, interpreter, measure
 from npinfer import Ledger, ModelConfig, Precision, Transformer, preset
 from npinfer.generate import no_tokens
 from strategies import FP32, any_config
@@ -23,7 +23,7 @@ RATES = {
     "matmul_flops_per_s": {"fp32": 70e9, "fp16": 70e9, "bf16": 70e9},
     "vector_flops_per_s": 1.25e9,
     "last_level_cache_bytes": 32 * 2**20,
-    "operation_s": 2e-5,
+    "interpreter": {"operation_s": 2e-5, "product_s": 5e-5, "packing_bytes_per_s": 8e9, "kv_bytes_per_s": 6e9},
     "bandwidths": {2**20: 50e9, 2**29: 12.5e9},
 }
 
@@ -76,21 +76,72 @@ def test_operations_are_those_that_a_ledger_has(config, n_new):
         shared = sum([kind.sparse for kind in config.kinds]) * 5  # gate, up, act, down, residual
     mixed = config.experts is not None and len({kind.sparse for kind in config.kinds}) > 1  # a router in some layers only
     routers = sum([not kind.sparse for kind in config.kinds]) if mixed else 0
-    assert expected.n_operations(config, FP32) == calls + 1 - shared + routers
+    n_operations, n_products = expected.n_operations(config, FP32)
+    assert n_operations == calls + 1 - shared + routers
+    products = sum([entry.calls for entry in ledger.entries() if entry.counts.matmul_flops and entry.counts.weight_bytes_read])
+    assert config.experts or n_products == products
 
 
-def test_the_interpreter_takes_the_roofline_and_each_operation(profile):
-    config = ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
-    prediction = costmodel.predict(config, FP32, profile, n_prompt=100, n_output=10)
+# 8 layers of 4 * 512 * 512 + 3 * 512 * 1376 weights, a head of 8192 * 512, 17 norms of 512, 4 bytes each
+STREAMED = 4 * (8 * (4 * 512 * 512 + 3 * 512 * 1376) + 8192 * 512 + 17 * 512)
+SMALL = ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
+
+
+def test_the_interpreters_step_is_its_streams_its_products_and_its_operations(profile):
+    prediction = costmodel.predict(SMALL, FP32, profile, n_prompt=100, n_output=2)
     # A layer: two norms, q k v o, rope twice, kv_append, three of attention, two residuals, gate up act down; and
     # embed, final_norm, lm_head and sample.
-    assert expected.n_operations(config, FP32) == 8 * 18 + 4
-    launching_s = (8 * 18 + 4) * 2e-5
-    assert prediction.expected.ttft_s == pytest.approx(prediction.roofline.ttft_s + launching_s)
-    assert prediction.expected.tpot_s == pytest.approx(prediction.roofline.tpot_s + launching_s)
-    assert (prediction.expected.basis["engine"], prediction.expected.tpot_range_s) == ("npinfer", None)
-    tiny = costmodel.predict(replace(config, d_model=8, d_ff=8, vocab_size=8, head_dim=2), FP32, profile, 10, 10)
-    assert tiny.expected.decode_bound == "launches"
+    assert expected.n_operations(SMALL, FP32) == (8 * 18 + 4, 8 * 7 + 1)
+    kv_bytes = 8 * 2 * 512 * 4 * (101 + 1)  # 101 positions read, one written
+    elementwise_flops = prediction_flops(SMALL, n_cached=100, n_new=1)
+    seconds = STREAMED / 12.5e9 + (8 * 7 + 1) * 5e-5 + (8 * 18 + 4) * 2e-5 + kv_bytes / 6e9 + elementwise_flops / 1.25e9
+    assert prediction.expected.tpot_s == pytest.approx(seconds, rel=1e-3)  # its one embedding row, 2 KiB, is left out here
+    assert (prediction.expected.decode_bound, prediction.expected.basis["engine"]) == ("bandwidth", "npinfer")
+    assert (prediction.expected.ttft_range_s, prediction.expected.tpot_range_s) == (None, None)
+
+
+def test_the_interpreters_prefill_packs_its_weights_and_skips_what_no_query_sees(profile):
+    prediction = costmodel.predict(SMALL, FP32, profile, n_prompt=100, n_output=1)
+    needed = prediction.prefill.needed_flops
+    kv_bytes = 8 * 2 * 512 * 4 * (100 + 100)
+    skipped = 8 * 8 * (100 * 99 // 2)  # layers, heads, keys behind each of 100 queries
+    elementwise_flops = prediction_flops(SMALL, 0, 100) - 6 * skipped
+    seconds = STREAMED / 8e9 + needed / 70e9 + elementwise_flops / 1.25e9 + kv_bytes / 6e9 + (8 * 18 + 4) * 2e-5
+    assert prediction.expected.ttft_s == pytest.approx(seconds, rel=1e-3)
+    assert prediction.expected.prefill_bound == "compute"
+
+
+def prediction_flops(config, n_cached, n_new):
+    return costmodel.formulas.forward_counts(config, FP32, 1, n_cached, n_new).elementwise_flops + config.vocab_size - 1
+
+
+def test_tiny_steps_are_bound_by_what_is_around_the_arithmetic(profile):
+    tiny = costmodel.predict(replace(SMALL, d_model=8, d_ff=8, vocab_size=8, head_dim=2), FP32, profile, 10, 10)
+    assert tiny.expected.prefill_bound == "launches"
+
+
+@given(n_cached=st.integers(0, 9), n_new=st.integers(1, 9), window=st.none() | st.integers(1, 7), batch=st.integers(1, 3))
+def test_skipped_scores_are_those_that_the_mask_throws_away(n_cached, n_new, window, batch):
+    config = replace(SMALL, n_layers=2, sliding_window=window)
+    counts = costmodel.formulas.forward_counts(config, FP32, batch, n_cached, n_new)
+    request = costmodel.predict(config, FP32, "rtx-4090", n_cached + n_new, 1, batch, n_cached)
+    work, _ = costmodel.prediction.works(config, FP32, request.prefill, request.decode, n_cached + n_new, 1, batch, n_cached)
+    assert 4 * config.head_dim * interpreter.skipped_scores(work) == counts.masked_flops
+
+
+@pytest.mark.parametrize("line, message", [
+    ("interpreter = 3", "interpreter has 3, expected a table of operation_s, product_s"),
+    ("interpreter = { operation_s = 1e-5 }", "interpreter has operation_s, expected a table of operation_s, product_s"),
+    (
+        "interpreter = { operation_s = 1e-5, product_s = -1, packing_bytes_per_s = 8e9, kv_bytes_per_s = 6e9 }",
+        "product_s is -1, expected seconds, positive",
+    ),
+])
+def test_a_profile_whose_interpreter_is_wrong_is_refused(tmp_path, line, message):
+    path = tmp_path / "host.toml"
+    path.write_text(f"memory_bytes = 24e9\nmemory_bytes_per_s = 12e9\n{line}\n", encoding="utf-8")
+    with pytest.raises(costmodel.profiles.ProfileError, match=message):
+        costmodel.gpu(path)
 
 
 def test_the_engine_of_a_device_without_measured_operations_is_not_known():
@@ -100,9 +151,13 @@ def test_the_engine_of_a_device_without_measured_operations_is_not_known():
 
 def test_times_are_taken_in_turns():
     ran = []
-    first, second = measure.alternate(lambda: ran.append("a"), lambda: ran.append("b"), repeats=3, before=lambda: ran.append("."))
-    assert ran == [".", "a", ".", "b"] * (measure.WARM_UP + 3)
+    one, other, before = (lambda: ran.append("a")), (lambda: ran.append("b")), lambda: ran.append(".")
+    first, second = measure.alternate(one, other, repeats=3, before=before)
+    assert ran == [".", "a"] * 2 + [".", "b"] * 2 + [".", "a", ".", "b"] * 3
     assert len(first) == len(second) == 3 and all(seconds >= 0 for seconds in first + second)
+    ran.clear()
+    first, second = measure.alternate(one, other, repeats=4, in_a_row=3)
+    assert "".join(ran) == "aaabbb" * 3 and len(first) == len(second) == 6
     assert measure.ratio([1.0, 9.0, 2.0], [4.0, 1.0, 2.0]) == 1.0
 
 

@@ -4,10 +4,11 @@
     python tools/bench.py
     python tools/bench.py --shapes 512x8 --repeats 30 --format json
 
-Every ratio is of medians, of things that were run in turns: how many times as
-long a decode step, or a prefill, takes as a loop of only its matrix products
-on the same weights; the same with and without a ledger; a prefill from cached
-rows and a cold one.  Nothing here is asserted by a test.
+Every ratio is of medians, of things that were run in turns (16 decode steps,
+16 times their products, and so on): how many times as long a decode step, or
+a prefill, takes as a loop of only its matrix products on the same weights; the
+same with and without a ledger; a prefill from cached rows and a cold one.
+Nothing here is asserted by a test.
 """
 
 import json
@@ -34,7 +35,7 @@ SHAPES = {
     "4096x1": (32, 8, 14336, 32000),
 }
 N_PREFILL = 512  # tokens of a timed prefill
-CONTEXT = 32  # tokens in the cache when steps are timed: 32 to 96 with the default repeats
+CONTEXTS = range(32, 96)  # tokens in the cache when steps are timed
 
 
 def parser():
@@ -103,17 +104,20 @@ def of_shape(name, memory_bytes_per_s, repeats):
     n_heads, n_kv_heads, d_ff, vocab_size = SHAPES[name]
     config = npinfer.ModelConfig(n_layers, d_model, n_heads, d_ff, vocab_size, n_kv_heads=n_kv_heads, name=name)
     model = npinfer.Transformer.random(config, precision=measure.FP32)
-    cache = model.new_cache(capacity=CONTEXT + 3 * (repeats + measure.WARM_UP))
-    model.prefill(np.zeros((1, CONTEXT), int), cache)
+    cache = model.new_cache(capacity=CONTEXTS.stop)
+    model.prefill(np.zeros((1, CONTEXTS.start), int), cache)
 
     def step():
+        if cache.length == CONTEXTS.stop:
+            cache.crop(CONTEXTS.start)
         model.decode([0], cache)
 
     def recorded_step():
         with npinfer.Ledger():
-            model.decode([0], cache)
+            step()
 
-    bare, recorded, silent = measure.alternate(measure.products(model, 1), recorded_step, step, repeats=repeats)
+    products = measure.products(model, 1)
+    bare, recorded, silent = measure.alternate(products, recorded_step, step, repeats=repeats, in_a_row=measure.STEPS)
     prompt = np.arange(N_PREFILL)[None] % vocab_size
     cold, products, warm = measure.alternate(
         lambda: model.prefill(prompt, model.new_cache()),
