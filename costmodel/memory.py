@@ -74,7 +74,7 @@ def _activations(config, batch, n_prompt, n_output):
     if config.latent:  # keys of all positions, and the product that values and the rest of the keys are parts of
         expanded = config.n_heads * (2 * config.head_dim - config.rope_dim + config.value_dim)
         attention += batch * (n_prompt + n_output) * expanded
-    n_parts = {"gelu": 2, "clamped_swiglu": 5}.get(config.mlp_act, 3)  # the projections, what an activation makes of them
+    n_parts = 2 + config.gated  # the projections, and what an activation makes of them
     mlp = n_tokens * n_parts * config.d_ff if any(not kind.sparse for kind in config.kinds) else 0
     if experts:
         of_one = experts.n_active * (d + n_parts * experts.d_ff) // experts.n_experts

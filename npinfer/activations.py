@@ -3,11 +3,16 @@
 All are entered as mlp_act; conventions are those of `npinfer.ops`.
 """
 
+from functools import partial
+
 import numpy as np
 
 from npinfer.errors import ShapeError
 from npinfer.ledger import cost
 from npinfer.operation import operation
+
+
+TILE_ELEMENTS = 2**16  # worked at once: 256 KiB, which a cache holds from one pass over them to the next
 
 
 def _act_rule(flops):
@@ -21,18 +26,34 @@ def _act_rule(flops):
     return rule
 
 
+def _by_rows(write, *operands):
+    """What `write(*operands, out)` writes, some rows at a time."""
+    out = np.empty_like(operands[0], order="C")
+    n_rows = max(1, TILE_ELEMENTS // out.shape[1])
+    if len(out) <= n_rows:  # a decode step has no time to slice what is one piece
+        write(*operands, out)
+        return out
+    for start in range(0, len(out), n_rows):
+        rows = slice(start, start + n_rows)
+        write(*[x[rows] for x in operands], out[rows])
+    return out
+
+
 @operation(_act_rule(4))  # exp, + 1, divide, times up
 def swiglu(gate, up):
     """silu(gate) * up, silu(x) = x / (1 + exp(-x)): (N, d_ff), (N, d_ff) -> (N, d_ff).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", arXiv:2002.05202, eq. 6.
     """
-    out = -gate
+    return _by_rows(_swiglu, gate, up)
+
+
+def _swiglu(gate, up, out):
+    np.negative(gate, out=out)
     np.exp(out, out=out)  # may be infinite; x / inf is the right limit, 0
     out += 1
     np.divide(gate, out, out=out)
     out *= up
-    return out
 
 
 @operation(_act_rule(9))  # min, max and min, times alpha, exp, + 1, divide, up + 1, times it
@@ -42,16 +63,17 @@ def clamped_swiglu(gate, up, *, limit, alpha):
     Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2, and
     transformers, src/transformers/models/gpt_oss/modeling_gpt_oss.py.
     """
+    return _by_rows(partial(_clamped_swiglu, limit, alpha), gate, up)
+
+
+def _clamped_swiglu(limit, alpha, gate, up, out):
     gate = np.minimum(gate, limit)
-    up = np.maximum(up, -limit)
-    np.minimum(up, limit, out=up)
-    out = gate * -alpha
+    up = np.minimum(np.maximum(up, -limit), limit)
+    np.multiply(gate, -alpha, out=out)
     np.exp(out, out=out)
     out += 1
     np.divide(gate, out, out=out)
-    up += 1
-    out *= up
-    return out
+    out *= up + 1
 
 
 @operation(_act_rule(10))
@@ -60,9 +82,12 @@ def geglu(gate, up):
 
     Source: Shazeer 2020, arXiv:2002.05202, eq. 6, with the tanh form of GELU.
     """
-    out = _gelu(gate)
+    return _by_rows(_geglu, gate, up)
+
+
+def _geglu(gate, up, out):
+    _gelu(gate, out)
     out *= up
-    return out
 
 
 @operation(_act_rule(9))
@@ -71,11 +96,11 @@ def gelu(x):
 
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units", arXiv:1606.08415, section 2.
     """
-    return _gelu(x)
+    return _by_rows(_gelu, x)
 
 
-def _gelu(x):
-    out = x * x
+def _gelu(x, out):
+    np.multiply(x, x, out=out)
     out *= x
     out *= 0.044715
     out += x
@@ -84,7 +109,6 @@ def _gelu(x):
     out += 1
     out *= x
     out *= 0.5
-    return out
 
 
 def act_of(config):

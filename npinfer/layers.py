@@ -39,31 +39,12 @@ class Here(NamedTuple):
         return view(x, (self.batch, self.n_new, x.shape[1] // width, width), axes=(0, 2, 1, 3))
 
 
-@dataclass(frozen=True, eq=False, repr=False)  # each method made costs import time
-class RMSNorm:
-    gain: Array
-    norm: object  # `ops.rms_norm` with its eps
-
-    def __call__(self, x):
-        return self.norm(x, self.gain)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class LayerNorm:
-    gain: Array
-    bias: Array
-    norm: object  # `ops.layer_norm` with its eps
-
-    def __call__(self, x):
-        return self.norm(x, self.gain, self.bias)
-
-
 def no_norm(x):
     """In the place of a norm that a family does not have."""
     return x
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)  # each method made costs import time
 class Attention:
     """Queries, keys and values of their own; the heads of a group share keys and values.
 
@@ -169,7 +150,7 @@ class ExpertMLP:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layer:
-    """A decoder layer; a norm that the family does not have is `no_norm`."""
+    """A decoder layer; a norm is an operation with its gain given, and `no_norm` where the family has none."""
 
     attn_norm: object
     attention: Attention | LatentAttention

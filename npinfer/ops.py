@@ -83,7 +83,7 @@ def values_of(matrix, rows, space=None):
     return out
 
 
-def _rms_norm_rule(x, gain, eps):
+def _rms_norm_rule(gain, x, eps):
     if x.shape[-1:] != gain.shape:
         raise ShapeError(f"{gain.name}: x has rows of {x.shape[-1]} but the gain is {gain.shape}")
     n, d = x.shape
@@ -92,7 +92,7 @@ def _rms_norm_rule(x, gain, eps):
 
 
 @operation(_rms_norm_rule)
-def rms_norm(x, gain, *, eps):
+def rms_norm(gain, x, *, eps):
     """Divide each row by its root mean square, then multiply by the gain: (N, d) -> (N, d).
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
@@ -102,7 +102,7 @@ def rms_norm(x, gain, *, eps):
     return out
 
 
-def _layer_norm_rule(x, gain, bias, eps):
+def _layer_norm_rule(gain, bias, x, eps):
     if x.shape[-1:] != gain.shape or gain.shape != bias.shape:
         raise ShapeError(f"{gain.name}: x has rows of {x.shape[-1]} but the gain is {gain.shape} and the bias {bias.shape}")
     n, d = x.shape
@@ -111,7 +111,7 @@ def _layer_norm_rule(x, gain, bias, eps):
 
 
 @operation(_layer_norm_rule)
-def layer_norm(x, gain, bias, *, eps):
+def layer_norm(gain, bias, x, *, eps):
     """Subtract each row's mean, divide by its standard deviation, multiply by the gain, add the bias: (N, d) -> (N, d).
 
     Source: Ba et al. 2016, "Layer Normalization", arXiv:1607.06450, eq. 4.

@@ -21,7 +21,7 @@ from npinfer import ops
 from npinfer.activations import act_of
 from npinfer.attention import attention, kv_expand
 from npinfer.formats import Format, quantised, rounded
-from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, LayerNorm, RMSNorm, no_norm
+from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, no_norm
 from npinfer.operation import NOTHING
 from npinfer.specs import Array, joined, spec
 from npinfer.storage import PACKED, packed
@@ -81,11 +81,13 @@ class Weights:
 
 
 def _values(part):
-    """Yield the NumPy arrays inside arrays, matrices, layers and tuples of them."""
+    """Yield the NumPy arrays inside arrays, matrices, norms, layers and tuples of them."""
     if isinstance(part, np.ndarray):
         yield part
     elif isinstance(part, Array):
         yield from _values(part.data)
+    elif isinstance(part, partial):
+        yield from _values(part.args)
     elif isinstance(part, tuple):
         for each in part:
             yield from _values(each)
@@ -238,7 +240,7 @@ class _Builder:
             return self.rms_norm(name, self.config.norm_eps)
         if name not in self.shapes:
             return no_norm
-        return LayerNorm(self.vector(name), self.vector(name + ".bias"), ops.layer_norm.fixed(eps=self.config.norm_eps))
+        return partial(ops.layer_norm.fixed(eps=self.config.norm_eps), self.vector(name), self.vector(name + ".bias"))
 
     def rms_norm(self, name, eps):
         if name not in self.shapes:
@@ -246,7 +248,7 @@ class _Builder:
         gain = self.vector(name)
         if self.gain_offset and gain.data is not None:
             gain = Array(gain.spec, gain.data + self.gain_offset)
-        return RMSNorm(gain, ops.rms_norm.fixed(eps=eps))
+        return partial(ops.rms_norm.fixed(eps=eps), gain)
 
     def vector(self, name):
         """A gain, or another array that is no matrix: kept at 16 bits or more.  NOTHING if there is none."""

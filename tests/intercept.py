@@ -44,5 +44,6 @@ def _held(part, name):
 
 
 def _name_of(value):
-    body = getattr(value, "__wrapped__", None)
-    return getattr(getattr(body, "func", body), "__name__", None)  # with settings it is a partial
+    operation = getattr(value, "func", value)  # a norm has its gain given
+    body = getattr(operation, "__wrapped__", None)
+    return getattr(getattr(body, "func", body), "__name__", None)  # and settings a body

@@ -4,7 +4,7 @@
 with it as it would with float32, and the tally then knows what was executed:
 
     tally = Tally()
-    out = ops.rms_norm.__wrapped__(tally.watch(x), tally.watch(gain), eps=1e-5)
+    out = ops.rms_norm.__wrapped__(tally.watch(gain), tally.watch(x), eps=1e-5)
     tally.flops        # (matmul_flops, elementwise_flops)
     values(out)        # what it computed, in float64
 

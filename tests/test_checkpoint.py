@@ -429,11 +429,11 @@ def test_gains_of_gemma_are_one_more_than_stored(case):
     }  # fmt: skip
     layer = model.weights.layers[0][2]
     for name, published in names.items():
-        assert getattr(layer, name).gain.data.tolist() == (1 + stored[published + ".weight"]).tolist()
-    assert model.weights.final_norm.gain.data.tolist() == (1 + stored["model.norm.weight"]).tolist()
+        assert getattr(layer, name).args[0].data.tolist() == (1 + stored[published + ".weight"]).tolist()
+    assert model.weights.final_norm.args[0].data.tolist() == (1 + stored["model.norm.weight"]).tolist()
     assert ours(GOLDEN / case, "embed", None, (101, 32)).tolist() == stored["model.embed_tokens.weight"].tolist()
     if case == "gemma3":
-        assert layer.attention.k_norm.gain.data.tolist() == (1 + stored["self_attn.k_norm.weight"]).tolist()
+        assert layer.attention.k_norm.args[0].data.tolist() == (1 + stored["self_attn.k_norm.weight"]).tolist()
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3"])
@@ -441,7 +441,7 @@ def test_gains_of_gemma_are_one_more_than_the_bf16_that_is_stored(checkpoint, ca
     """1 + 0.1 in bf16 would be 1.1015625; the 1 is added to what is stored, in float32."""
     folder = checkpoint(case, stored_as("BF16"))
     gain = (tensors_of(folder)["model.norm.weight"][1].astype(np.uint32) << 16).view(np.float32)
-    assert Transformer.from_checkpoint(folder).weights.final_norm.gain.data.tolist() == (1 + gain).tolist()
+    assert Transformer.from_checkpoint(folder).weights.final_norm.args[0].data.tolist() == (1 + gain).tolist()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

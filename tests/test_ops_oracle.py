@@ -65,19 +65,19 @@ def embeds(draw):
 def rms_norms(draw):
     n, d = draw(dims), draw(dims)
 
-    def reference(x, gain):
+    def reference(gain, x):
         x = x.astype(np.float64)
         return x / np.sqrt(np.mean(x**2, axis=1, keepdims=True) + EPS) * gain
 
-    specs = spec((n, d), FP32), spec((d,), FP32, "weight", "attn_norm")
-    return Case(ops.rms_norm, specs, (numbers(n, d), numbers(d)), {"eps": EPS}, reference)
+    specs = spec((d,), FP32, "weight", "attn_norm"), spec((n, d), FP32)
+    return Case(ops.rms_norm, specs, (numbers(d), numbers(n, d)), {"eps": EPS}, reference)
 
 
 @st.composite
 def layer_norms(draw):
     n, d = draw(dims), draw(dims)
 
-    def reference(x, gain, bias):
+    def reference(gain, bias, x):
         out = []
         for row in x.astype(np.float64):
             mean = math.fsum(row) / d
@@ -86,8 +86,8 @@ def layer_norms(draw):
         return out
 
     vector = spec((d,), FP32, "weight", "mlp_norm")
-    operands = numbers(n, d), numbers(d), numbers(d, seed=1)
-    return Case(ops.layer_norm, (spec((n, d), FP32), vector, vector), operands, {"eps": EPS}, reference)
+    operands = numbers(d), numbers(d, seed=1), numbers(n, d)
+    return Case(ops.layer_norm, (vector, vector, spec((n, d), FP32)), operands, {"eps": EPS}, reference)
 
 
 @st.composite
@@ -335,7 +335,7 @@ def test_embed_reads_a_row_for_each_token_and_one_for_each_position(shape, token
 def test_rms_norm_reads_its_gain_at_16_bits_or_more(n, d, w, a):
     vectors = Precision(weights=w).vectors
     assert vectors == vectors_of(w)
-    _, costs = ops.rms_norm.rule(spec((n, d), a), spec((d,), vectors, "weight", "mlp_norm"), eps=EPS)
+    _, costs = ops.rms_norm.rule(spec((d,), vectors, "weight", "mlp_norm"), spec((n, d), a), eps=EPS)
     moved = stored((n, d), a)
     assert costs == (("mlp_norm", Counts(0, 0, n * (4 * d + 2), stored((d,), vectors), 0, 0, moved, moved)),)
 
@@ -343,7 +343,7 @@ def test_rms_norm_reads_its_gain_at_16_bits_or_more(n, d, w, a):
 @given(n=dims, d=dims, w=weight_formats, a=activation_formats)
 def test_layer_norm_reads_a_gain_and_a_bias(n, d, w, a):
     vector, moved = spec((d,), Precision(weights=w).vectors, "weight", "post_mlp_norm"), stored((n, d), a)
-    _, costs = ops.layer_norm.rule(spec((n, d), a), vector, vector, eps=EPS)
+    _, costs = ops.layer_norm.rule(vector, vector, spec((n, d), a), eps=EPS)
     gain_and_bias = 2 * stored((d,), vectors_of(w))
     assert costs == (("post_mlp_norm", Counts(0, 0, n * (7 * d + 2), gain_and_bias, 0, 0, moved, moved)),)
 
@@ -539,7 +539,7 @@ def heads(*shape, role="activation"):
     "rule, message",
     [
         (
-            lambda: ops.rms_norm.rule(spec((2, 3), FP32), weight(4, name="attn_norm"), eps=EPS),
+            lambda: ops.rms_norm.rule(weight(4, name="attn_norm"), spec((2, 3), FP32), eps=EPS),
             "attn_norm: x has rows of 3 but the gain is (4,)",
         ),
         (
@@ -551,7 +551,7 @@ def heads(*shape, role="activation"):
             "mlp_residual: (2, 3) and (3, 2) differ",
         ),
         (
-            lambda: ops.layer_norm.rule(spec((2, 3), FP32), weight(3, name="attn_norm"), weight(4, name="attn_norm"), eps=EPS),
+            lambda: ops.layer_norm.rule(weight(3, name="attn_norm"), weight(4, name="attn_norm"), spec((2, 3), FP32), eps=EPS),
             "attn_norm: x has rows of 3 but the gain is (3,) and the bias (4,)",
         ),
         (

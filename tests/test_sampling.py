@@ -207,7 +207,7 @@ def test_settings_that_are_none(setting, match):
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_logits_that_are_no_numbers(wrong, sampler):
     model = Transformer.random(T1, precision=FP32)
-    model.weights.final_norm.gain.data[3] = wrong
+    model.weights.final_norm.args[0].data[3] = wrong
     with pytest.raises(InputError, match=r"logits are infinite or not numbers \(NaN\)"):
         npinfer.generate(model, PROMPT, 2, sampler=sampler)
 

@@ -186,15 +186,15 @@ def product_by_elements(a, b):
     return (a[..., :, None, :] * b.swapaxes(-1, -2)[..., None, :, :]).sum(axis=-1)
 
 
-def norm_by_reciprocal(x, gain, eps):
+def norm_by_reciprocal(gain, x, eps):
     return x * (1 / np.sqrt((x * x).sum(axis=-1, keepdims=True) / x.shape[-1] + eps)) * gain
 
 
-def norm_that_divides_before_it_sums(x, gain, eps):
+def norm_that_divides_before_it_sums(gain, x, eps):
     return x / np.sqrt((x * x / x.shape[-1]).sum(axis=-1, keepdims=True) + eps) * gain
 
 
-def norm_without_eps(x, gain, eps):
+def norm_without_eps(gain, x, eps):
     return x / np.sqrt((x * x).sum(axis=-1, keepdims=True) / x.shape[-1]) * gain
 
 
@@ -257,8 +257,8 @@ PLANTED = [
     ),
     (
         ops.rms_norm,
-        (spec((3, 4), FP32), spec((4,), FP32, "weight", "attn_norm")),
-        (numbers(3, 4), numbers(4)),
+        (spec((4,), FP32, "weight", "attn_norm"), spec((3, 4), FP32)),
+        (numbers(4), numbers(3, 4)),
         {"eps": 1e-5},
         [norm_by_reciprocal, norm_that_divides_before_it_sums, norm_without_eps],
     ),
@@ -331,5 +331,5 @@ def test_the_attention_that_faults_are_planted_in_is_right_without_them():
 def test_a_fault_in_a_rule_is_caught_too():
     _, specs, operands, static, _ = PLANTED[1]
     matmul, elementwise = declared(ops.rms_norm, specs, static)
-    n = specs[0].shape[0]
+    n = specs[1].shape[0]
     assert executed(ops.rms_norm.__wrapped__, operands, static) != (matmul, elementwise - n)  # a sum of d, not d - 1
