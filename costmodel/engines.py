@@ -83,24 +83,29 @@ class Engine:
 
 
 @cache
-def _tables():
-    """Raw tables by name, parameters and engines apart."""
-    tables = {name: read_table(FILE, name, "engine") for name in table_names(FILE)}
-    return (
-        {name: table for name, table in tables.items() if "per" in table},
-        {name: table for name, table in tables.items() if "per" not in table},
-    )
+def _table(name):
+    """The raw table of a parameter or of an engine."""
+    return read_table(FILE, name, "engine")
+
+
+def _is_engine(name):
+    return "per" not in _table(name)
 
 
 @cache
+def parameter(name):
+    """One `Parameter`."""
+    return Parameter(name=name, **_table(name))
+
+
 def parameters():
     """All parameters: name -> Parameter."""
-    return {name: Parameter(name=name, **table) for name, table in _tables()[0].items()}
+    return {name: parameter(name) for name in table_names(FILE) if not _is_engine(name)}
 
 
 @cache
 def _engine(name):
-    table = _tables()[1][name]
+    table = _table(name)
     known = {f.name for f in fields(Engine)}
     unknown = table.keys() - known
     assert not unknown, f"engines.toml: [{name}] has unknown keys {sorted(unknown)}"
@@ -109,7 +114,7 @@ def _engine(name):
 
 def names():
     """Names of the known engines, those for another vendor's devices and for older versions included."""
-    return list(_tables()[1])
+    return [name for name in table_names(FILE) if _is_engine(name)]
 
 
 @cache
@@ -141,6 +146,8 @@ def engine(name, vendor="NVIDIA"):
     ('vllm-0.7', 'llama.cpp-metal')
     """
     asked = re.sub(r"[^a-z0-9.]+", "-", str(name).lower()).strip("-")
+    if asked in table_names(FILE) and _is_engine(asked):  # one table to read, not all
+        return _for_device(_engine(asked), "", vendor)
     attention = re.search(r"-(un)?fused$", asked)
     asked = asked[: attention.start()] if attention else asked
     for spelling, known in _spellings():

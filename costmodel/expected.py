@@ -11,7 +11,7 @@ from math import ceil
 from typing import NamedTuple
 
 from costmodel import experts, formulas, interpreter
-from costmodel.engines import parameters
+from costmodel.engines import parameter
 from costmodel.levels import times
 from costmodel.loads import forward_load, layers_by_window, visible_pairs
 from costmodel.operations import operation_counts
@@ -158,7 +158,7 @@ def amounts(engine, gpu, compute, work):
         found += [(name, forwards) for name in engine.request]
     if products:
         for name in _products(engine, gpu, compute):
-            per_s = gpu.vector_flops_per_s if parameters()[name].per == "vector" else gpu.matmul_flops_per_s.get(compute)
+            per_s = gpu.vector_flops_per_s if parameter(name).per == "vector" else gpu.matmul_flops_per_s.get(compute)
             found.append((name, work.needed_flops / per_s if per_s else None))
     if engine.unfused:
         one_by_one = work.decode
@@ -192,13 +192,12 @@ _BOUNDS = {
 
 def seconds(engine, gpu, compute, work):
     """Expected seconds of a phase, and what most of them go to; None where a rate is missing."""
-    known = parameters()
     shares = {"bandwidth": 0.0, "compute": 0.0, "launches": 0.0}
     for name, amount in amounts(engine, gpu, compute, work):
         if amount is None:
             return None, None
-        parameter = known[name]
-        shares[_BOUNDS[parameter.per]] += parameter.value * amount
+        each = parameter(name)
+        shares[_BOUNDS[each.per]] += each.value * amount
     return sum(shares.values()), max(shares, key=shares.get)
 
 
