@@ -202,7 +202,7 @@ def seconds(engine, gpu, compute, work):
 
 
 def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
-    """The `Expected` of both phases: never below the roofline, where that is known.
+    """The `Expected` of both phases: of an engine on a GPU never below the roofline, where that is known.
 
     Parameters
     ----------
@@ -214,17 +214,19 @@ def level(engine, gpu, compute, works, roofline, exchange_s, n_output):
     found = []
     for work, least_s, exchanging_s in zip(works, roofline, exchange_s):
         phase_s = bound = None
-        if work:
-            phase_s, bound = (_interpreted if engine.interpreted else seconds)(engine, gpu, compute, work)
-        if phase_s is not None:
-            phase_s = max((phase_s + exchanging_s) / work.n_forwards, least_s or 0.0)
+        if work and engine.interpreted:  # which skips scores that the roofline counts
+            phase_s, bound = _interpreted(gpu, compute, work)
+            phase_s = phase_s and phase_s / work.n_forwards
+        elif work:
+            phase_s, bound = seconds(engine, gpu, compute, work)
+            phase_s = None if phase_s is None else max((phase_s + exchanging_s) / work.n_forwards, least_s or 0.0)
         found.append((phase_s, bound))
     (ttft_s, prefill_bound), (tpot_s, decode_bound) = found
     ranges = [s and low_high and (s * low_high[0], s * low_high[1]) for s, low_high in zip((ttft_s, tpot_s), engine.ranges)]
     return Expected(*times(ttft_s, tpot_s, n_output), prefill_bound, decode_bound, *ranges, engine.basis)
 
 
-def _interpreted(engine, gpu, compute, work):
+def _interpreted(gpu, compute, work):
     """As `seconds`, of `npinfer` itself."""
     peak = gpu.matmul_flops_per_s.get(compute)
     if None in (gpu.interpreter, gpu.vector_flops_per_s, peak):

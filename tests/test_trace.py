@@ -23,9 +23,10 @@ import pytest
 
 import costmodel
 import npinfer
-from costmodel import formulas
+from costmodel import formulas, host
 from npinfer import Counts, Precision
 from npinfer.compare import logits_error
+from test_host import RATES
 
 REPO = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -857,3 +858,14 @@ def test_a_logits_error_without_a_spread_is_null_and_a_dash(report, printed):
     error = report(*arguments)["measured"]["logits_error"]
     assert error["rms"] > 0 and error["relative_rms"] is None
     assert re.search(r"logits error +RMS [0-9.e-]+, - +largest", printed(*arguments))
+
+
+def test_a_numeric_run_stands_beside_what_its_own_engine_was_expected_to_take(printed, tmp_path):
+    profile = tmp_path / "host.toml"
+    profile.write_text(host.as_profile(RATES, "2026-01-31"), encoding="utf-8")
+    arguments = [*TINY, "--prompt-tokens", "5", "--output-tokens", "3"]
+    text = printed("--numeric", *arguments, "--gpu", profile, "--gpu", "rtx-4090")
+    ratios = re.findall(r"^ +measured here +[\d.]+ [mun]?s, [\d.]+ times +-$", text, re.MULTILINE)
+    assert len(ratios) == 2  # TTFT and TPOT
+    assert "measured here" not in printed("--numeric", *arguments)
+    assert "measured here" not in printed(*arguments, "--gpu", profile)

@@ -159,6 +159,8 @@ def predictions(result):
             rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
             if level == "expected" and quantity in ("ttft_s", "tpot_s"):
                 rows.append(["", "8 of 10 within", *[_range(gpu[level][quantity.replace("_s", "_range_s")]) for gpu in gpus]])
+                compared = [_measured(result["measured"], gpu[level], quantity) for gpu in gpus]
+                rows += [["", "measured here", *compared]] if set(compared) != {"-"} else []
         rows.append(["", "bound by", *[_bounds(gpu[level]) for gpu in gpus]])
     for quantity in ("ttft_s", "tpot_s"):
         label = f"rough, eta {gpus[0]['rough']['eta']}" if quantity == "ttft_s" else ""
@@ -168,6 +170,13 @@ def predictions(result):
     rows.append(["memory", "needed", *[f"{scaled(gpu['memory_bytes_needed'], 'B')} of {scaled(gpu['memory_bytes'], 'B')}" for gpu in gpus]])
     rows.append(["", "longest context", *[_context(gpu) for gpu in gpus]])
     return rows, ["level", "", *[_device(gpu) for gpu in gpus]]
+
+
+def _measured(measured, expected, quantity):
+    """What a numeric run took, beside what its own engine was expected to take."""
+    if not measured or expected["basis"]["engine"] != "npinfer" or None in (measured[quantity], expected[quantity]):
+        return "-"
+    return f"{seconds(measured[quantity])}, {measured[quantity] / expected[quantity]:.2f} times"
 
 
 def _device(gpu):
