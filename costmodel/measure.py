@@ -14,6 +14,7 @@ import npinfer
 from costmodel.interpreter import SCORE_FLOPS
 from npinfer import ops
 from npinfer.attention import attention
+from npinfer.products import product
 from npinfer.specs import Array, spec
 
 FP32 = npinfer.Precision("fp32", "fp32", "fp32")
@@ -73,8 +74,8 @@ def products(model, n_tokens):
 
     def run():
         for matrix in every[:-1]:
-            ops.product(inputs[matrix.rows.shape[1]], matrix)
-        ops.product(inputs[every[-1].rows.shape[1]][:1], every[-1])
+            product(inputs[matrix.rows.shape[1]], matrix)
+        product(inputs[every[-1].rows.shape[1]][:1], every[-1])
 
     return run
 

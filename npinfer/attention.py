@@ -10,7 +10,7 @@ import numpy as np
 from npinfer.errors import ShapeError
 from npinfer.ledger import cost
 from npinfer.operation import operation
-from npinfer.ops import capped, product, projection_flops
+from npinfer.products import capped, product, projection_flops
 from npinfer.specs import spec
 
 BLOCK_ELEMENTS = 2**19  # scores held at once: 2 MiB, which a cache holds from one pass over them to the next

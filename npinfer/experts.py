@@ -11,7 +11,7 @@ import numpy as np
 from npinfer.errors import ShapeError
 from npinfer.ledger import cost
 from npinfer.operation import operation
-from npinfer.ops import product, projection_flops
+from npinfer.products import product, projection_flops
 from npinfer.specs import spec
 
 

@@ -8,7 +8,7 @@ equations read the same for all.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from npinfer import ops
+from npinfer import ops, products
 from npinfer.experts import experts, n_touched, route
 from npinfer.operation import NOTHING
 from npinfer.parts import Experts, Latent
@@ -65,15 +65,15 @@ class Attention:
 
     def __call__(self, h, here):
         if self.q_norm is no_norm:
-            q, k, v = self.rope(ops.linear_side_by_side(h, self.qkv), here.rotation)
+            q, k, v = self.rope(products.linear_side_by_side(h, self.qkv), here.rotation)
         else:
-            q, k, v = ops.linear(h, self.qkv)
+            q, k, v = products.linear(h, self.qkv)
             q = self.q_rope(_by_rows(self.q_norm, q, self.norm_widths[0]), here.rotation)
             k = self.k_rope(_by_rows(self.k_norm, k, self.norm_widths[1]), here.rotation)
             v = here.heads(v, self.head_dim)
         keys, values = ops.kv_append(here.cache, here.layers, k, v)
         a = self.attend(q, keys, values, self.sinks)
-        return ops.linear(a, self.o_proj)
+        return products.linear(a, self.o_proj)
 
 
 def _by_rows(norm, x, width):
@@ -100,16 +100,16 @@ class LatentAttention:
 
     def __call__(self, h, here):
         rank = self.latent.kv_rank
-        q = h if self.q_down is NOTHING else self.q_norm(ops.linear(h, self.q_down))
-        q = self.q_rope(ops.linear(q, self.q_up), here.rotation)
+        q = h if self.q_down is NOTHING else self.q_norm(products.linear(h, self.q_down))
+        q = self.q_rope(products.linear(q, self.q_up), here.rotation)
 
-        compressed = ops.linear(h, self.kv_down)
+        compressed = products.linear(h, self.kv_down)
         row = here.heads(self.k_norm(columns(compressed, 0, rank)), rank)
         k = self.k_rope(columns(compressed, rank, compressed.shape[1]), here.rotation)
         (rows,) = ops.kv_append(here.cache, here.layers, row, k)
         keys, values = self.expand(rows, self.kv_up)
         a = self.attend(q, keys, values, NOTHING)
-        return ops.linear(a, self.o_proj)
+        return products.linear(a, self.o_proj)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,9 +122,9 @@ class MLP:
 
     def __call__(self, h):
         """The results to add to the residual stream, one."""
-        hidden = ops.linear(h, self.gate_up)
+        hidden = products.linear(h, self.gate_up)
         hidden = self.act(*hidden) if isinstance(hidden, list) else self.act(hidden)
-        return [ops.linear(hidden, self.down_proj)]
+        return [products.linear(hidden, self.down_proj)]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

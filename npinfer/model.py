@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from npinfer import ops
 from npinfer.checks import one_of, whole
 from npinfer.config import ModelConfig
 from npinfer.errors import CacheError, InputError
@@ -17,10 +16,11 @@ from npinfer.formats import Precision
 from npinfer.kvcache import KVCache
 from npinfer.layers import Here
 from npinfer.ledger import forward, in_layers
-from npinfer.rope import RopeTable
 from npinfer.operation import NOTHING
+from npinfer.rope import RopeTable
+from npinfer.seeded import random_source
 from npinfer.specs import Array, last_rows, spec, view
-from npinfer.weights import build, random_source
+from npinfer.weights import build
 
 
 class Transformer:

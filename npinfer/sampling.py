@@ -12,7 +12,7 @@ import numpy as np
 from npinfer.checks import positive, whole
 from npinfer.errors import ConfigError, InputError
 from npinfer.ledger import cost
-from npinfer.ops import operation
+from npinfer.operation import operation
 from npinfer.specs import Array, spec
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import groupby, starmap
 from typing import NamedTuple
-from zlib import crc32
 
 import numpy as np
 
-from npinfer import ops
+from npinfer import ops, products
 from npinfer.activations import act_of
 from npinfer.attention import attention, kv_expand
 from npinfer.formats import Format, quantised, rounded
@@ -129,7 +128,7 @@ def build(config, precision, source=None, touched="expected", pack=False, gain_o
         lm_head = outside.matrices("lm_head")
     softcap = config.final_softcap
     embed = ops.embed.fixed(scale=config.d_model**0.5 if config.scale_embeddings else None)
-    head = ops.linear if softcap is None else ops.capped_linear.fixed(softcap=softcap)
+    head = products.linear if softcap is None else products.capped_linear.fixed(softcap=softcap)
 
     def layer(layers_of, kind):
         builder = _Builder(config, precision, source, layers_of[0], layer_tensors(config, kind), *options)
@@ -301,25 +300,3 @@ def attend_of(config, window):
     """`npinfer.attention.attention` with the settings of a layer."""
     scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
     return attention.fixed(scale=scale, window=window, softcap=config.attn_softcap)
-
-
-def random_source(seed):
-    """A source of normally distributed weights; the same seed gives the same model, in whatever order it is asked.
-
-    Matrices have standard deviation 1 / sqrt(d_in), so that activations keep
-    their size through the layers; gains are near 1 and biases near 0, not
-    equal to them, so that leaving one out shows.
-    """
-
-    def source(name, layer, shape, expert=None):
-        place = [seed, crc32(name.encode()), *[0 if number is None else number + 1 for number in (layer, expert)]]
-        values = np.random.default_rng(place).standard_normal(shape, dtype=np.float32)
-        if len(shape) == 2:
-            values *= np.float32(shape[1] ** -0.5)
-        else:
-            values *= np.float32(0.1)
-            if name.endswith("norm"):
-                values += np.float32(1)
-        return values
-
-    return source

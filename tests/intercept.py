@@ -1,12 +1,12 @@
 """Putting something else in the place of an operation, wherever a model finds it.
 
-Some operations the layers look up in `npinfer.ops`; those with settings, each
+Some operations the layers look up in their modules; those with settings, each
 layer holds by itself.
 """
 
 from dataclasses import fields, is_dataclass
 
-from npinfer import ops
+from npinfer import ops, products
 
 
 def replace_operation(patch, model, name, make):
@@ -22,8 +22,7 @@ def replace_operation(patch, model, name, make):
         Gives the replacement of an operation.
     """
     places = list(_held(model.weights, name))
-    if hasattr(ops, name):
-        places.append((vars(ops), name))
+    places += [(vars(module), name) for module in (ops, products) if hasattr(module, name)]
     assert places, f"the model has no operation {name}"
     for namespace, key in places:
         patch.setitem(namespace, key, make(namespace[key]))

@@ -5,7 +5,6 @@ could be confused with (head_dim is not d_model / n_heads, d_ff no multiple of
 anything), so that a formula with the wrong size in it shows.
 """
 
-from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from npinfer import (
     DynamicScaling, Experts, Latent, LinearScaling, ModelConfig, Precision, RopeScaling, Transformer, YarnScaling,
 )  # fmt: skip
 from npinfer.formats import ALLOWED, FORMATS, NUMERIC
-from npinfer.weights import random_source
+from npinfer.seeded import random_source
 
 # The small shape of the hand-worked cases: 3,840 FLOPs of weights per token and layer, 1,024 for the
 # head, 64 for a (query, key) pair in a layer, and 2 layers * 2 * 2 heads * 4 * 4 bytes = 128 bytes of KV per token.

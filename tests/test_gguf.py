@@ -23,7 +23,7 @@ from npinfer.layouts import half_split
 from npinfer.scaling import FactorScaling
 from npinfer.scaling import LinearScaling, RopeScaling
 from npinfer.tensors import layer_tensors, model_tensors
-from npinfer.weights import random_source
+from npinfer.seeded import random_source
 from strategies import FP32, some_tokens
 
 gguf = pytest.importorskip("gguf", reason='the gguf package is not installed: pip install "npinfer[gguf]"')

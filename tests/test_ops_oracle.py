@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from npinfer import activations, ops
+from npinfer import activations, ops, products
 from npinfer.config import ModelConfig
 from npinfer.errors import ShapeError
 from npinfer.formats import ALLOWED, FORMATS, Precision, mixed_format
@@ -91,9 +91,9 @@ def layer_norms(draw):
 
 
 @st.composite
-def linears(draw, op=ops.linear):
+def linears(draw, op=products.linear):
     n, d_in = draw(dims), draw(dims)
-    capped = op is ops.capped_linear
+    capped = op is products.capped_linear
     d_outs = draw(st.lists(dims, min_size=1, max_size=1 if capped else 3))
     static = {"softcap": draw(st.sampled_from([0.5, 30.0]))} if capped else {}
     pairs, w = a_matrix(["q_proj", "k_proj", "v_proj"], d_outs, d_in, draw(matrix_formats), draw(st.booleans()))
@@ -103,7 +103,7 @@ def linears(draw, op=ops.linear):
         if capped:
             out = np.array([[static["softcap"] * math.tanh(value / static["softcap"]) for value in row] for row in out])
         parts = np.split(out, np.cumsum(d_outs)[:-1], axis=1)
-        return parts if len(parts) > 1 and op is ops.linear else out
+        return parts if len(parts) > 1 and op is products.linear else out
 
     return Case(op, (spec((n, d_in), FP32), pairs), (numbers(n, d_in), w), static, reference)
 
@@ -180,8 +180,8 @@ CASES = {
     "rms_norm": rms_norms(),
     "layer_norm": layer_norms(),
     "linear": linears(),
-    "linear_side_by_side": linears(ops.linear_side_by_side),
-    "capped_linear": linears(ops.capped_linear),
+    "linear_side_by_side": linears(products.linear_side_by_side),
+    "capped_linear": linears(products.capped_linear),
     "rope": ropes(),
     "attn_residual": residuals(ops.attn_residual),
     "mlp_residual": residuals(ops.mlp_residual),
@@ -224,7 +224,7 @@ def test_activations_of_large_values_have_their_limits(name):
 
 def test_a_softcap_is_never_exceeded_and_leaves_small_values_alone():
     w = a_matrix(["lm_head"], [3], 1)[1]._replace(rows=np.array([[1e-3], [30.0], [1e6]], np.float32))
-    out = ops.capped_linear.__wrapped__(np.ones((1, 1), np.float32), w, softcap=30.0)
+    out = products.capped_linear.__wrapped__(np.ones((1, 1), np.float32), w, softcap=30.0)
     np.testing.assert_allclose(out, [[1e-3, 30 * 0.76159416, 30]], rtol=1e-6)  # tanh 1 = 0.76159416
 
 
@@ -364,12 +364,12 @@ def test_linear_counts_each_of_its_projections(n, d_in, d_outs, bias, softcap, w
         (spec((d_out, d_in), w, "weight", name), spec((d_out,), vectors, "weight", name) if bias else None)
         for d_out, name in zip(d_outs, names)
     )
-    outs, costs = ops.linear.rule(spec((n, d_in), a), parts) if softcap is None else ops.capped_linear.rule(
+    outs, costs = products.linear.rule(spec((n, d_in), a), parts) if softcap is None else products.capped_linear.rule(
         spec((n, d_in), a), parts, softcap=softcap
     )
     assert [out.shape for out in listed(outs)] == [(n, d_out) for d_out in d_outs]
     if softcap is None:
-        together, same = ops.linear_side_by_side.rule(spec((n, d_in), a), parts)
+        together, same = products.linear_side_by_side.rule(spec((n, d_in), a), parts)
         assert (together.shape, same) == ((n, sum(d_outs)), costs)
     widening = {"int8": lambda d_out: n * d_out, "int4": lambda d_out: d_in * d_out}.get(str(w), lambda d_out: 0)
     assert costs == tuple(
@@ -390,7 +390,7 @@ def test_linear_counts_each_of_its_projections(n, d_in, d_outs, bias, softcap, w
 @given(n=dims, d_in=row_lengths, d_out=dims, bits=st.decimals("0.01", 64, places=2))
 def test_mixed_formats_widen_nothing(n, d_in, d_out, bits):
     matrix = spec((d_out, d_in), Precision(bits_per_weight=bits).matrices, "weight", "o_proj")
-    _, ((_, counts),) = ops.linear.rule(spec((n, d_in), FP32), ((matrix, None),))
+    _, ((_, counts),) = products.linear.rule(spec((n, d_in), FP32), ((matrix, None),))
     assert counts.elementwise_flops == 0
     assert counts.weight_bytes_read == -(-d_out * d_in * Fraction(str(bits)) // 8)
 
@@ -521,7 +521,7 @@ def test_int4_scales_multiply_the_weights(n, d_in, d_out):
     x, codes, scales = (tally.watch(numbers(*shape)) for shape in ((n, d_in), (d_out, d_in), (d_out, -(-d_in // 128))))
     x @ (codes * np.repeat(scales, 128, axis=1)[:, :d_in]).T
     matrix = spec((d_out, d_in), FORMATS["int4"], "weight", "up_proj")
-    assert flops(ops.linear.rule(spec((n, d_in), FP32), ((matrix, None),))[1]) == tally.flops
+    assert flops(products.linear.rule(spec((n, d_in), FP32), ((matrix, None),))[1]) == tally.flops
 
 
 # ---- operands that do not fit
@@ -543,7 +543,7 @@ def heads(*shape, role="activation"):
             "attn_norm: x has rows of 3 but the gain is (4,)",
         ),
         (
-            lambda: ops.linear.rule(spec((2, 3), FP32), ((weight(5, 4, name="q_proj"), None),)),
+            lambda: products.linear.rule(spec((2, 3), FP32), ((weight(5, 4, name="q_proj"), None),)),
             "q_proj: x has d_in=3 but w has d_in=4 (x (2, 3), w (5, 4))",
         ),
         (

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from npinfer import ModelConfig, Precision, Transformer, generate
 from npinfer.formats import FORMATS, NUMERIC, quantised, rounded
-from npinfer.ops import TILE_ELEMENTS
+from npinfer.products import TILE_ELEMENTS
 from npinfer.storage import packed, widen
 from strategies import any_config, run, some_tokens
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tally import Element, Tally, Watched, values
 
-from npinfer import activations, attention, ops
+from npinfer import activations, attention, ops, products
 from npinfer.formats import FORMATS
 from npinfer.specs import spec
 from npinfer.weights import Matrix
@@ -200,7 +200,7 @@ def norm_without_eps(gain, x, eps):
 
 def linear_that_multiplies_twice(x, w):
     x @ w.rows.T
-    return ops.linear.__wrapped__(x, w)
+    return products.linear.__wrapped__(x, w)
 
 
 def linear_by_elements(x, w):
@@ -263,7 +263,7 @@ PLANTED = [
         [norm_by_reciprocal, norm_that_divides_before_it_sums, norm_without_eps],
     ),
     (
-        ops.linear,
+        products.linear,
         (spec((3, 4), FP32), LINEAR),
         (numbers(3, 4), Matrix(numbers(6, 4), numbers(6, 1), numbers(6), (slice(0, 6),), INT8, False)),
         {},

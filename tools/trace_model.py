@@ -9,7 +9,7 @@ from common import Progress, available_memory_bytes
 import npinfer
 from costmodel import report
 from costmodel.memory import numeric_memory_bytes
-from npinfer.weights import random_source
+from npinfer.seeded import random_source
 
 DIMENSIONS = {
     "--layers": "n_layers",
