@@ -36,11 +36,13 @@ class _Layer:
         n_new, held = parts[0].shape[2], self.held
         if self.buffer is None or self.stop + n_new - self.base > self.buffer.shape[3]:
             self._make_room(self.n_kept(self.stop), parts, limit)
-        at = self.stop - self.base
+        start, stop = self.stop - self.base, self.stop - self.base + n_new
+        visible = []
         for buffer, rows in zip(self.buffer, parts):
-            buffer[:, :, at : at + n_new] = rows
+            buffer[:, :, start:stop] = rows
+            visible.append(buffer[:, :, start - held : stop])
         self.stop += n_new
-        return list(self.buffer[:, :, :, at - held : at + n_new])
+        return visible
 
     def _make_room(self, held, parts, limit):
         """Move the held rows to the front, of a larger buffer if they would fill more than half of this one."""

@@ -86,7 +86,7 @@ def rms_norm(gain, x, *, eps):
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4.
     """
-    out = x / np.sqrt(np.vecdot(x, x, keepdims=True) / np.float32(x.shape[-1]) + eps)
+    out = x / np.sqrt(np.vecdot(x, x, keepdims=True) / x.shape[-1] + eps)
     out *= gain
     return out
 
