@@ -48,7 +48,11 @@ def seconds(gpu, peak, work):
 
 
 def skipped_scores(work):
-    """Scores of a prefill that are counted and not computed: those behind the last query of their block."""
+    """Scores of a prefill that are counted and masked.
+
+    Taken as not computed, as they are behind the last query of a block; the few within its block are computed
+    (`npinfer.attention.BLOCK_ROWS` queries), and the measured vector rate answers for them.
+    """
     if work.decode:
         return 0
     rectangle = visible = 0

@@ -11,7 +11,6 @@ from npinfer.errors import ShapeError
 from npinfer.ledger import cost
 from npinfer.operation import operation
 
-
 TILE_ELEMENTS = 2**16  # worked at once: 256 KiB, which a cache holds from one pass over them to the next
 
 

@@ -120,8 +120,9 @@ def attention(q, k, v, sinks, *, scale, window, softcap=None):
     for *of, rows in _blocks(batch, n_kv_heads, group, n_new, n_keys):
         of, first = tuple(of), n_past + rows.start
         seen = slice(0 if window is None else max(0, first + 1 - window), n_past + rows.stop)
-        # Without a window, every query of a block sees what comes before the block.
-        mask = hidden(0 if window is None else first - seen.start, seen.stop - (first if window is None else seen.start), window)
+        # The mask's first key: without a window, every query of a block sees what comes before the block.
+        start = first if window is None else seen.start
+        mask = hidden(first - start, seen.stop - start, window)
         scales = [each if each is None else each[of][..., seen] for each in (k_scales, v_scales)]
         of_heads = None if sinks is None else sinks[of[1]]
         weights = _weights(q[of][..., rows, :], k[of][..., seen, :], scale, softcap, of_heads, *scales, mask)
@@ -176,6 +177,12 @@ def softmax_with(sinks, scores):
     """What is left for `scores` in a softmax over the last axis that has the sink of their head as one more element."""
     column = np.broadcast_to(sinks, (*scores.shape[:-1], 1))
     return softmax(np.concatenate((scores, column), axis=-1))[..., :-1]
+
+
+def attend_of(config, window):
+    """`attention` with the settings of a layer."""
+    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
+    return attention.fixed(scale=scale, window=window, softcap=config.attn_softcap)
 
 
 def _kv_expand_rule(rows, w, n_heads, rope_dim, value_dim, format_):

@@ -106,20 +106,18 @@ class Entry(NamedTuple):
 
 
 class _Place:
-    """Where entries go: to a page of each active ledger, which are all of one scope."""
+    """Where entries go: to a new page of each active ledger, which `writers` append to.
+
+    Another scope, or other ledgers, are another place, also on the way back: pages are in the order things ran.
+    """
 
     __slots__ = ("ledgers", "scope", "writers")
 
     def __init__(self, ledgers=(), scope=Scope()):
-        self.ledgers = ledgers
-        self.open(scope)
-
-    def open(self, scope):
-        """Begin new pages; `writers` append to them."""
-        self.scope, self.writers = scope, []
-        for ledger in self.ledgers:
-            ledger._scopes.append(scope)
-            ledger._pages.append(page := [])
+        self.ledgers, self.scope, self.writers = ledgers, scope, []
+        for ledger in ledgers:
+            page = []
+            ledger._pages.append((scope, page))
             self.writers.append(page.append)
 
 
@@ -136,7 +134,7 @@ class Ledger:
     """
 
     def __init__(self):
-        self._scopes, self._pages = [], []  # a page is ((op, Counts), ...) for each operation, in the order they ran in its scope
+        self._pages = []  # (scope, ((op, Counts), ...) of each operation) in the order things ran
         self._outer = []  # tokens that restore what was active before
         self._grouped = {}  # results of `by`, with the number of lines they were made from
 
@@ -147,15 +145,14 @@ class Ledger:
         return self
 
     def __exit__(self, *exc_info):
-        scope = current().scope
+        scope = current().scope  # a layer may have begun meanwhile
         _place.reset(self._outer.pop())
-        if current().scope is not scope:  # a layer, or a forward, has begun or ended meanwhile
-            current().open(scope)
+        _place.set(_Place(current().ledgers, scope))
 
     def entries(self, forward=None):
         """Yield an `Entry` for each operation, in the order they ran; of all forwards, or of one by its number."""
         numbers = {id: number for number, id in enumerate(self._forwards())}
-        for scope, page in zip(self._scopes, self._pages):
+        for scope, page in self._pages:
             number = numbers.get(scope.forward)
             if page and (forward is None or number == forward):
                 for op, counts in chain.from_iterable(page):
@@ -163,7 +160,7 @@ class Ledger:
 
     def _forwards(self):
         """Phase of each forward by its id, in the order they ran."""
-        return {scope.forward: scope.phase for scope, page in zip(self._scopes, self._pages) if page}
+        return {scope.forward: scope.phase for scope, page in self._pages if page}
 
     @property
     def forwards(self):
@@ -183,7 +180,7 @@ class Ledger:
         dict
             (value of each key) -> (calls, Counts), in order of first appearance.
         """
-        at, n_lines = self._grouped.get(keys), sum(map(len, self._pages))
+        at, n_lines = self._grouped.get(keys), sum([len(page) for _, page in self._pages])
         if at is None or at[0] != n_lines:
             at = self._grouped[keys] = n_lines, self._group(keys)
         return dict(at[1])
@@ -217,7 +214,7 @@ class Ledger:
     def _group(self, keys):
         """`by`, worked on lines that repeat: a memoised rule gives one object for equal costs."""
         lines, numbers = {}, {}
-        for (phase, forward, layers), page in zip(self._scopes, self._pages):
+        for (phase, forward, layers), page in self._pages:
             if not page:
                 continue
             number = numbers.setdefault(forward, len(numbers)) if "forward" in keys else None
@@ -264,9 +261,10 @@ def forward(phase):
         yield
     finally:
         _place.reset(token)
+        _place.set(_Place(outer.ledgers, outer.scope))
 
 
 def in_layers(layers):
     """Entries made from here to the end of the forward stand for each of `layers` (None: for no layer)."""
     place = current()
-    place.open(Scope(place.scope.phase, place.scope.forward, layers))
+    _place.set(_Place(place.ledgers, Scope(place.scope.phase, place.scope.forward, layers)))

@@ -22,12 +22,13 @@ class RopeTable:
             self._tables = everywhere, everywhere if local is None else _Table(local, None, config.rope_dim)
 
     def rotation(self, start, n_new, window=None):
-        """Cosines and sines of positions start to start + n_new - 1, in layers with this window: `Array` (2, n_new, 1, 2, half)."""
+        """Cosines and sines of positions from start on, in layers with this window: `Array` (2, n_new, 1, 2, half)."""
         shape = 2, n_new, 1, 2, self.half
         if not self.numeric:
             return Array(spec(shape, None, "constant"))
         tables = self._tables
-        return Array(spec(shape, None, "constant"), tables[window is not None].rotation(start, n_new) if tables else np.empty(shape))
+        rotation = tables[window is not None].rotation(start, n_new) if tables else np.empty(shape)
+        return Array(spec(shape, None, "constant"), rotation)
 
     def rotation_by(self, distance, window=None):
         """Cosines and sines (2, 1, 1, 2, half) that move keys on by `distance` positions, also back; None for 0."""

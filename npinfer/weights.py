@@ -18,14 +18,13 @@ import numpy as np
 
 from npinfer import ops, products
 from npinfer.activations import act_of
-from npinfer.attention import attention, kv_expand
+from npinfer.attention import attend_of, kv_expand
 from npinfer.formats import Format, quantised, rounded
 from npinfer.layers import MLP, Attention, ExpertMLP, LatentAttention, Layer, no_norm
 from npinfer.operation import NOTHING
 from npinfer.specs import Array, joined, spec
 from npinfer.storage import PACKED, packed
 from npinfer.tensors import layer_tensors, model_tensors, norm_widths
-
 
 THREADED_D_MODEL = 1024  # smaller layers are laid out sooner than threads start
 
@@ -294,9 +293,3 @@ class _Builder:
         splits = tuple([np.s_[:, start:stop] for start, stop in zip([0, *stops], stops)])
         format_ = specs[0][0].format
         return Matrix(rows, scales, biases, splits, format_, tiled=rows.dtype in PACKED or bool(format_.group))
-
-
-def attend_of(config, window):
-    """`npinfer.attention.attention` with the settings of a layer."""
-    scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
-    return attention.fixed(scale=scale, window=window, softcap=config.attn_softcap)

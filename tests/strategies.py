@@ -5,7 +5,6 @@ could be confused with (head_dim is not d_model / n_heads, d_ff no multiple of
 anything), so that a formula with the wrong size in it shows.
 """
 
-
 import numpy as np
 from hypothesis import strategies as st
 

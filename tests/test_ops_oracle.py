@@ -6,6 +6,7 @@ the bytes its rule declares against sizes worked out here from shapes and bits.
 
 import math
 import re
+import threading
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import npinfer.operation
 from npinfer import activations, ops, products
 from npinfer.config import ModelConfig
 from npinfer.errors import ShapeError
@@ -580,3 +582,27 @@ def test_kv_append_refuses_heads_of_another_shape(numeric):
     with pytest.raises(ShapeError, match=re.escape("k is (1, 2, 3, 2) and v is (1, 2, 3, 4), expected (1, 2, 3, 2)")):
         ops.kv_append(cache, range(1), k, v)
     assert cache.length == 0
+
+
+# ---- the memo of an operation
+
+
+def test_what_an_operation_remembers_is_bounded_whatever_threads_do(monkeypatch):
+    monkeypatch.setattr(npinfer.operation, "MOST_KNOWN", 1)
+    asked, both = [], threading.Barrier(2)
+
+    def rule(x):
+        asked.append(x.shape)
+        if len(x.shape) == 2:
+            both.wait(20)  # two threads find room for one, and each takes it
+        return x, ()
+
+    remembering = npinfer.operation.operation(rule)(lambda x: x)
+    threads = [threading.Thread(target=remembering, args=(Array(spec((n, n))),)) for n in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for shape in ((3,), (4,), (3,)):
+        remembering(Array(spec(shape)))
+    assert asked[2:] == [(3,), (4,), (3,)]  # one was remembered at a time

@@ -6,6 +6,7 @@ arrays, the anchors that every build must show, and the hand-worked cases.
 """
 
 import threading
+from contextvars import copy_context
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ import npinfer
 from costmodel import formulas, loads, operations
 from costmodel.formulas import decode_counts_total, forward_counts, sample_counts
 from npinfer import Counts, InputError, Ledger, ModelConfig, Precision, Transformer, generate, preset
+from npinfer.ledger import forward, in_layers, record
 from strategies import FP32, T1, batches, chunkings, configs, precisions, run, some_tokens
 
 MISTRAL = preset("mistral-7b")
@@ -181,6 +183,39 @@ def test_every_active_ledger_gets_every_entry():
         model.decode([6], cache)
     assert inner.total() == total(forward_counts(T1, Precision(), 1, n_cached, 1) for n_cached in (2, 5))
     assert [counts for _, counts in inner.by("forward").values()][1] == forward_counts(T1, Precision(), 1, 5, 1)
+
+
+def test_entries_are_in_the_order_things_ran():
+    """Also those behind an inner ledger, or an inner forward, that has ended."""
+    lines = {op: ((op, Counts()),) for op in "abcdefgh"}
+    with Ledger() as outer:
+        record(lines["a"])
+        with Ledger() as inner:
+            record(lines["b"])
+        record(lines["c"])
+        with forward("prefill"):
+            record(lines["d"])
+            with forward("decode"):
+                record(lines["e"])
+            record(lines["f"])
+        record(lines["g"])
+        with inner:
+            record(lines["h"])
+    assert [entry.op for entry in outer.entries()] == list("abcdefgh")
+    assert [entry.op for entry in inner.entries()] == ["b", "h"]
+    assert [entry.phase for entry in outer.entries()] == [None] * 3 + ["prefill", "decode", "prefill"] + [None] * 2
+
+
+def test_layers_of_a_copied_context_are_its_own():
+    with Ledger() as ledger, forward("decode"):
+        in_layers(range(1))
+        copy_context().run(in_layers, range(1, 2))
+        record((("a", Counts()),))
+    assert [entry.layers for entry in ledger.entries()] == [range(1)]
+    copy_context().run(in_layers, range(1, 2))  # outside of any forward
+    with Ledger() as ledger:
+        record((("a", Counts()),))
+    assert [entry.layers for entry in ledger.entries()] == [None]
 
 
 def test_a_ledger_does_not_see_other_threads():
