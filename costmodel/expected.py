@@ -101,10 +101,14 @@ def n_operations(config, precision):
     """Operations of one forward, and how many of them are products with weights: in every layer (one `rope` on queries and
     one on keys), and outside them."""
     counted = operation_counts(config, precision, forward_load(config, precision, 1, 0, 1))
-    products = [op for op, counts in counted.items() if counts.matmul_flops and counts.weight_bytes_read]
+    products = {op for op, counts in counted.items() if counts.matmul_flops and counts.weight_bytes_read}
     inside = len(counted) - len(counted.keys() & {"embed", "final_norm", "lm_head"})
     n_all = config.n_layers * (inside + ("rope" in counted)) + len(counted) - inside + 1  # and `sample`
-    return n_all, config.n_layers * (len(products) - 1) + 1
+    of_layers = config.n_layers * (len(products) - 1)
+    if config.experts:  # one token's experts each have theirs
+        n_more = config.experts.n_active + (config.experts.n_shared > 0) - 1
+        of_layers += sum([kind.sparse for kind in config.kinds]) * n_more * len(products & {"gate_proj", "up_proj", "down_proj"})
+    return n_all, of_layers + 1
 
 
 def work(model, phase, batch, n_cached, n_new, decode):

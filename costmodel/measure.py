@@ -14,6 +14,7 @@ import npinfer
 from costmodel.interpreter import SCORE_FLOPS
 from npinfer import ops
 from npinfer.attention import attention
+from npinfer.errors import InputError
 from npinfer.products import product
 from npinfer.specs import Array, spec
 
@@ -134,8 +135,8 @@ def interpreter(memory_bytes_per_s, matmul_flops_per_s, n_prompt=512):
     step_s, products_s = map(median, alternate(step, products(model, 1), repeats=64, in_a_row=STEPS))
     streamed_s = sum([matrix.rows.nbytes for matrix in matrices(model)]) / memory_bytes_per_s
     rates = {
-        "operation_s": max(1e-9, (step_s - products_s) / n_operations),
-        "product_s": max(1e-9, (products_s - streamed_s) / n_products),
+        "operation_s": _positive("a step", step_s - products_s) / n_operations,
+        "product_s": max(1e-9, products_s - streamed_s) / n_products,  # a large cache may hold them all
         "packing_bytes_per_s": packing_bytes_per_s(matmul_flops_per_s),
         "kv_bytes_per_s": kv_bytes_per_s(),
     }
@@ -148,7 +149,14 @@ def interpreter(memory_bytes_per_s, matmul_flops_per_s, n_prompt=512):
     attention_flops = sum([ledger.total(op=op).needed_flops for op in ("attn_scores", "attn_mix")])
     elementwise_s = prefill_s - bare_s - attention_flops / matmul_flops_per_s - n_operations * rates["operation_s"]
     elementwise_flops = ledger.total().elementwise_flops - SCORE_FLOPS * scores
-    return rates, elementwise_flops / max(1e-9, elementwise_s)
+    return rates, elementwise_flops / _positive("a prefill", elementwise_s)
+
+
+def _positive(what, seconds):
+    """What was left of a time when others were taken off, if anything was."""
+    if seconds <= 0:
+        raise InputError(f"{what} took less than its parts: the machine does other things at once; measure when it does not")
+    return seconds
 
 
 def _recorded_step(model):
@@ -176,7 +184,7 @@ def packing_bytes_per_s(matmul_flops_per_s, n_rows=16, d=2048, repeats=9):
     (times_s,) = alternate(run, repeats=repeats)
     nbytes = sum([w.nbytes for w in several])
     computing_s = 2 * n_rows * nbytes / 4 / matmul_flops_per_s
-    return nbytes / max(1e-9, median(times_s) - computing_s)
+    return nbytes / _positive("a product of few rows", median(times_s) - computing_s)
 
 
 def kv_bytes_per_s(n_keys=2048, n_few=16, repeats=9):
@@ -191,4 +199,4 @@ def kv_bytes_per_s(n_keys=2048, n_few=16, repeats=9):
             attend(q, k, v, None)
 
     many_s, few_s = map(median, alternate(lambda: over(n_keys), lambda: over(n_few), repeats=repeats))
-    return rows[..., n_few:, :].size * 4 / max(1e-9, many_s - few_s)
+    return rows[..., n_few:, :].size * 4 / _positive("attention over many keys", many_s - few_s)

@@ -255,6 +255,8 @@ def device(config, precision, gpu, engine="generic", n_gpus=1, compute=None):
     if engine == "generic" and gpu.interpreter:
         engine = "npinfer"  # only it was measured
     engine = engines.engine(engine, gpu.vendor)
+    if engine.interpreted and n_gpus > 1:
+        raise InputError(f"{gpu.name}: n_gpus is {n_gpus}, and the interpreter runs on one machine; leave n_gpus (--gpus) at 1")
     if engine.compute and compute is None:  # the fastest that it has kernels for, as far as its rate is known
         formats = engine.formats(_sizes(config, precision).model.quantised)
         return gpu, engine, max(formats, key=lambda name: gpu.matmul_flops_per_s.get(name, 0.0))

@@ -92,8 +92,11 @@ def _rates(where, key, table):
 
 def _interpreter(where, table):
     if not isinstance(table, dict) or table.keys() != set(INTERPRETER):
-        met = ", ".join(table) if isinstance(table, dict) else repr(table)
+        met = ", ".join(table) or "nothing" if isinstance(table, dict) else repr(table)
         raise ProfileError(f"{where}: interpreter has {met}, expected a table of {', '.join(INTERPRETER)}")
+    for key in ("operation_s", "product_s"):
+        if isinstance(table[key], int | float) and table[key] >= 1:
+            raise ProfileError(f"{where}: {key} is {table[key]!r}, expected seconds, such as {_NUMBERS[key][1]}; are they us?")
     return {key: float(_number(where, key, value)) for key, value in table.items()}
 
 

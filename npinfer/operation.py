@@ -63,8 +63,9 @@ def _counted(rule, body):
             return Array(out, result)
         return [Array(part) for part in out] if result is None else list(map(Array, out, result))
 
-    call.rule = rule
-    return update_wrapper(call, body)
+    call = update_wrapper(call, getattr(body, "func", body))  # with settings a body is a partial, without a name
+    call.rule, call.__wrapped__ = rule, body
+    return call
 
 
 NOTHING = Array(None)  # the operand of an architecture that does not have it

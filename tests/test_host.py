@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import costmodel
 from costmodel import expected, host, interpreter, measure
-from npinfer import Ledger, ModelConfig, Precision, Transformer, preset
+from npinfer import Experts, Ledger, ModelConfig, Precision, Transformer, preset
 from npinfer.generate import no_tokens
 from strategies import FP32, any_config
 
@@ -82,6 +82,13 @@ def test_operations_are_those_that_a_ledger_has(config, n_new):
     assert config.experts or n_products == products
 
 
+def test_each_expert_of_a_token_has_products_of_its_own():
+    mixture = ModelConfig(2, 8, 2, 8, 16, experts=Experts(16, 8, 4, n_shared=1, gate="sigmoid", dense_layers=(0,)))
+    # A dense layer: q k v o, gate up down.  A sparse one: q k v o, router, 3 for each of 8 experts and for the shared one.
+    # The closed form has a router in every layer.
+    assert expected.n_operations(mixture, FP32)[1] == (7 + 1) + (4 + 1 + 3 * 9) + 1
+
+
 # 8 layers of 4 * 512 * 512 + 3 * 512 * 1376 weights, a head of 8192 * 512, 17 norms of 512, 4 bytes each
 STREAMED = 4 * (8 * (4 * 512 * 512 + 3 * 512 * 1376) + 8192 * 512 + 17 * 512)
 SMALL = ModelConfig(n_layers=8, d_model=512, n_heads=8, d_ff=1376, vocab_size=8192)
@@ -131,6 +138,11 @@ def test_skipped_scores_are_those_that_the_mask_throws_away(n_cached, n_new, win
 
 @pytest.mark.parametrize("line, message", [
     ("interpreter = 3", "interpreter has 3, expected a table of operation_s, product_s"),
+    ("interpreter = {}", "interpreter has nothing, expected a table of operation_s"),
+    (
+        "interpreter = { operation_s = 20, product_s = 5e-5, packing_bytes_per_s = 8e9, kv_bytes_per_s = 6e9 }",
+        "operation_s is 20, expected seconds, such as 10e-6; are they us",
+    ),
     ("interpreter = { operation_s = 1e-5 }", "interpreter has operation_s, expected a table of operation_s, product_s"),
     (
         "interpreter = { operation_s = 1e-5, product_s = -1, packing_bytes_per_s = 8e9, kv_bytes_per_s = 6e9 }",
@@ -147,6 +159,17 @@ def test_a_profile_whose_interpreter_is_wrong_is_refused(tmp_path, line, message
 def test_the_engine_of_a_device_without_measured_operations_is_not_known():
     prediction = costmodel.predict(preset("mistral-7b"), Precision(), "rtx-4090", engine="npinfer")
     assert (prediction.expected.ttft_s, prediction.expected.tpot_s) == (None, None)
+
+
+def test_the_interpreter_runs_on_one_machine(profile):
+    with pytest.raises(costmodel.profiles.InputError, match="n_gpus is 2, and the interpreter runs on one machine"):
+        costmodel.predict(SMALL, FP32, profile, n_gpus=2)
+
+
+def test_times_that_cannot_be_are_not_made_rates(monkeypatch):
+    monkeypatch.setattr(measure, "alternate", lambda *functions, **options: [[1.0]] * len(functions))
+    with pytest.raises(costmodel.profiles.InputError, match="attention over many keys took less than its parts"):
+        measure.kv_bytes_per_s(n_keys=4, n_few=2)
 
 
 def test_times_are_taken_in_turns():
@@ -192,6 +215,7 @@ def test_the_bench_has_a_row_for_each_shape(program, monkeypatch, capsys):
     ("bench", ["--repeats", "0"], "--repeats is 0, expected from 1"),
     ("calibrate", ["host", "file.csv"], "host measures this machine and takes neither"),
     ("calibrate", ["engines"], "engines takes a file of measurements"),
+    ("calibrate", ["host", "--output", "no/such/folder.toml"], "no such folder; nothing was measured"),
 ])
 def test_bad_input_is_refused_by_name(program, tool, arguments, message):
     with pytest.raises(costmodel.profiles.InputError, match=message):

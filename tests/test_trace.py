@@ -863,9 +863,11 @@ def test_a_logits_error_without_a_spread_is_null_and_a_dash(report, printed):
 def test_a_numeric_run_stands_beside_what_its_own_engine_was_expected_to_take(printed, tmp_path):
     profile = tmp_path / "host.toml"
     profile.write_text(host.as_profile(RATES, "2026-01-31"), encoding="utf-8")
-    arguments = [*TINY, "--prompt-tokens", "5", "--output-tokens", "3"]
+    fp32 = ["--weights", "fp32", "--kv", "fp32", "--activations", "fp32"]
+    arguments = [*TINY, "--prompt-tokens", "5", "--output-tokens", "3", *fp32]
     text = printed("--numeric", *arguments, "--gpu", profile, "--gpu", "rtx-4090")
     ratios = re.findall(r"^ +measured here +[\d.]+ [mun]?s, [\d.]+ times +-$", text, re.MULTILINE)
     assert len(ratios) == 2  # TTFT and TPOT
     assert "measured here" not in printed("--numeric", *arguments)
     assert "measured here" not in printed(*arguments, "--gpu", profile)
+    assert "measured here" not in printed("--numeric", *arguments, "--kv", "fp16", "--gpu", profile)

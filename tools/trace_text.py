@@ -159,7 +159,7 @@ def predictions(result):
             rows.append([label, _NAMES[quantity], *[show(gpu[level][quantity]) for gpu in gpus]])
             if level == "expected" and quantity in ("ttft_s", "tpot_s"):
                 rows.append(["", "8 of 10 within", *[_range(gpu[level][quantity.replace("_s", "_range_s")]) for gpu in gpus]])
-                compared = [_measured(result["measured"], gpu[level], quantity) for gpu in gpus]
+                compared = [_measured(result, gpu[level], quantity) for gpu in gpus]
                 rows += [["", "measured here", *compared]] if set(compared) != {"-"} else []
         rows.append(["", "bound by", *[_bounds(gpu[level]) for gpu in gpus]])
     for quantity in ("ttft_s", "tpot_s"):
@@ -172,9 +172,10 @@ def predictions(result):
     return rows, ["level", "", *[_device(gpu) for gpu in gpus]]
 
 
-def _measured(measured, expected, quantity):
-    """What a numeric run took, beside what its own engine was expected to take."""
-    if not measured or expected["basis"]["engine"] != "npinfer" or None in (measured[quantity], expected[quantity]):
+def _measured(result, expected, quantity):
+    """What a numeric run took, beside what its own engine was expected to take: for fp32, which is what NumPy computes in."""
+    measured, own = result["measured"], expected["basis"]["engine"] == "npinfer"
+    if not measured or not own or set(result["precision"].values()) != {"fp32"} or None in (measured[quantity], expected[quantity]):
         return "-"
     return f"{seconds(measured[quantity])}, {measured[quantity] / expected[quantity]:.2f} times"
 
