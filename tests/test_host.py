@@ -215,7 +215,8 @@ def test_the_bench_has_a_row_for_each_shape(program, monkeypatch, capsys):
     ("bench", ["--repeats", "0"], "--repeats is 0, expected from 1"),
     ("calibrate", ["host", "file.csv"], "host measures this machine and takes neither"),
     ("calibrate", ["engines"], "engines takes a file of measurements"),
-    ("calibrate", ["host", "--output", "no/such/folder.toml"], "no such folder; nothing was measured"),
+    ("calibrate", ["host", "--output", "no/such/host.toml"], "--output no/such/host.toml: cannot be written"),
+    ("bench", ["--output", "no/such/table"], "--output no/such/table: cannot be written"),
 ])
 def test_bad_input_is_refused_by_name(program, tool, arguments, message):
     with pytest.raises(costmodel.profiles.InputError, match=message):

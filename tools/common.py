@@ -8,10 +8,17 @@ from npinfer import InputError
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
+    """An argument parser whose errors are one line, and which looks for the folder of --output before hours are spent."""
 
     def __init__(self, **settings):
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def parse_args(self, *given):
+        args = super().parse_args(*given)
+        output = getattr(args, "output", None)
+        if output is not None and not os.path.isdir(os.path.dirname(os.path.realpath(output))):
+            raise InputError(_unwritable(output, "No such file or directory"))
+        return args
 
     def error(self, message):
         sys.exit(fail(self.prog, f"{message}; see {self.prog} --help"))
@@ -57,7 +64,11 @@ def write(text, path=None):
     except OSError as error:
         if not in_place and os.path.exists(partial):
             os.remove(partial)
-        raise InputError(f"--output {path}: cannot be written ({error.strerror}); give a path in a folder that exists") from None
+        raise InputError(_unwritable(path, error.strerror)) from None
+
+
+def _unwritable(path, reason):
+    return f"--output {path}: cannot be written ({reason}); give a path in a folder that exists"
 
 
 def csv_text(header, rows):
