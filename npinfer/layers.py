@@ -48,7 +48,7 @@ def no_norm(x):
 class Attention:
     """Queries, keys and values of their own; the heads of a group share keys and values.
 
-    `q_norm` and `k_norm` see rows of `norm_width`: a head, or a whole projection.
+    `q_norm` and `k_norm` see rows of `norm_widths`: a head, or a whole projection.
     """
 
     qkv: Array
