@@ -76,7 +76,6 @@ class Work(NamedTuple):
     pairs: int  # (query, key) pairs needed, of all heads, layers and forwards
     decode: bool
     elementwise_flops: int
-    n_sequences: int
     n_cached: int  # positions before the first new one
     n_new: int
 
@@ -124,7 +123,6 @@ def work(model, phase, batch, n_cached, n_new, decode):
         batch * sum([n_heads * visible_pairs(n_cached, n_new, window) for window, n_heads in model.heads]),
         decode,
         sum([cost[1] for cost in phase.costs]),
-        batch,
         n_cached,
         n_new,
     )

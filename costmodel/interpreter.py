@@ -14,8 +14,6 @@ work has at a rate of its own:
 The rates are those of `costmodel.host`, under `interpreter` in the profile.
 """
 
-from costmodel.loads import visible_pairs
-
 SCORE_FLOPS = 6  # of one score, elementwise: its scale, and the softmax
 
 
@@ -55,9 +53,7 @@ def skipped_scores(work):
     """
     if work.decode:
         return 0
-    rectangle = visible = 0
+    keys = 0  # that one query has beside it, in all heads
     for window, n_heads in work.model.heads:
-        kept = work.n_cached if window is None else min(work.n_cached, window - 1)
-        rectangle += n_heads * work.n_new * (kept + work.n_new)
-        visible += n_heads * visible_pairs(work.n_cached, work.n_new, window)
-    return work.n_sequences * (rectangle - visible)
+        keys += n_heads * ((work.n_cached if window is None else min(work.n_cached, window - 1)) + work.n_new)
+    return work.n_tokens * keys - work.pairs

@@ -105,7 +105,7 @@ def matmul_flops_per_s(n_rows, d=2048, repeats=5):
     return 2 * n_rows * d * d / min(times_s)
 
 
-def record_s(repeats=9):
+def record_s(repeats=41):
     """Seconds that the ledger takes for one operation: with it, less without it."""
     x = Array(spec((1, 2), npinfer.Precision().activations), np.ones((1, 2), np.float32))
 
@@ -136,7 +136,7 @@ def interpreter(memory_bytes_per_s, matmul_flops_per_s, n_prompt=512):
     streamed_s = sum([matrix.rows.nbytes for matrix in matrices(model)]) / memory_bytes_per_s
     rates = {
         "operation_s": _positive("a step", step_s - products_s) / n_operations,
-        "product_s": max(1e-9, products_s - streamed_s) / n_products,  # a large cache may hold them all
+        "product_s": max(1e-9, (products_s - streamed_s) / n_products),  # a large cache may hold them all
         "packing_bytes_per_s": packing_bytes_per_s(matmul_flops_per_s),
         "kv_bytes_per_s": kv_bytes_per_s(),
     }
@@ -145,10 +145,10 @@ def interpreter(memory_bytes_per_s, matmul_flops_per_s, n_prompt=512):
     prefill_s, bare_s = map(min, alternate(prefill, bare, repeats=10))  # what else the machine does adds to few long runs
     with npinfer.Ledger() as ledger:
         prefill()
-    scores = config.n_layers * config.n_heads * n_prompt * (n_prompt - 1) // 2  # behind the query, skipped
+    skipped_scores = ledger.total().masked_flops // (4 * config.head_dim)
     attention_flops = sum([ledger.total(op=op).needed_flops for op in ("attn_scores", "attn_mix")])
     elementwise_s = prefill_s - bare_s - attention_flops / matmul_flops_per_s - n_operations * rates["operation_s"]
-    elementwise_flops = ledger.total().elementwise_flops - SCORE_FLOPS * scores
+    elementwise_flops = ledger.total().elementwise_flops - SCORE_FLOPS * skipped_scores
     return rates, elementwise_flops / _positive("a prefill", elementwise_s)
 
 

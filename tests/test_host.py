@@ -172,6 +172,30 @@ def test_times_that_cannot_be_are_not_made_rates(monkeypatch):
         measure.kv_bytes_per_s(n_keys=4, n_few=2)
 
 
+@pytest.mark.parametrize("precision, shown", [
+    ({"weights": "fp32", "kv": "fp32", "activations": "fp32"}, "30.00 ms, 1.50 times"),
+    ({"weights": "fp16", "kv": "fp32", "activations": "fp32"}, "-"),
+    ({"weights": "q4_1", "kv": "fp32", "activations": "fp32", "exceptions": [["embed", None, "q6_k"]]}, "-"),  # of a GGUF file
+])
+def test_what_was_measured_is_compared_in_fp32_alone(program, precision, shown):
+    result = {"measured": {"ttft_s": 0.03}, "precision": precision}
+    expected_here = {"ttft_s": 0.02, "basis": {"engine": "npinfer"}}
+    assert program("trace_text")._measured(result, expected_here, "ttft_s") == shown
+
+
+def test_products_that_a_cache_holds_take_no_time_that_a_profile_refuses(monkeypatch, tmp_path):
+    def times_s(*functions, in_a_row=1, **_):  # a step 3.5 s and its products 3; a prefill 4 s and its products 3
+        return [[3.5], [3.0]] if in_a_row > 1 else [[4.0], [3.0]][: len(functions)]
+
+    monkeypatch.setattr(measure, "alternate", times_s)
+    monkeypatch.setattr(measure, "kv_bytes_per_s", lambda: 6e9)
+    rates, vector = measure.interpreter(memory_bytes_per_s=1e6, matmul_flops_per_s=1e15, n_prompt=2)
+    assert rates["product_s"] == 1e-9  # 118 s of streaming are not in 3 s of products
+    path = tmp_path / "host.toml"
+    path.write_text(host.as_profile(RATES | {"interpreter": rates, "vector_flops_per_s": max(vector, 1e9)}, ""), encoding="utf-8")
+    assert costmodel.gpu(path).interpreter["product_s"] == 1e-9
+
+
 def test_times_are_taken_in_turns():
     ran = []
     one, other, before = (lambda: ran.append("a")), (lambda: ran.append("b")), lambda: ran.append(".")
